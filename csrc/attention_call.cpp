@@ -30,6 +30,7 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
     in.attn_mask = mx::broadcast_to(*in.attn_mask, shape, stream);
   }
   if (for_metal) {
+    in.shared_prefixes.reset();
     const bool keeps_dtype = (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !in.rope_freqs;
     in.q = mx::astype(in.q, keeps_dtype ? in.q.dtype() : mx::float32, stream);
     in.q = mx::contiguous(in.q, false, stream);
@@ -80,7 +81,7 @@ AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options
 
 AttentionInputs unflatten_inputs(const Arrays& arrays, const AttentionConfig& config) {
   AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {},
-                     {},        {},        {},        {},        {},        {}};
+                     {},        {},        {},        {},        {},        {}, {}};
   size_t next = 5;
   for (size_t i = 0; i < kOptionalArrays.size(); ++i) {
     if (config.has_optional[i]) {

@@ -10,9 +10,11 @@ namespace mlx_paged {
 
 // The optional arrays of a call, in the order in which its inputs have them.
 inline constexpr std::array kOptionalArrays = {
-    &AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,   &AttentionInputs::attn_mask,
-    &AttentionInputs::sinks,           &AttentionInputs::alibi_slopes, &AttentionInputs::k_scales,
-    &AttentionInputs::v_scales,        &AttentionInputs::cu_seqlens};
+    &AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,
+    &AttentionInputs::attn_mask,       &AttentionInputs::sinks,
+    &AttentionInputs::alibi_slopes,    &AttentionInputs::k_scales,
+    &AttentionInputs::v_scales,        &AttentionInputs::cu_seqlens,
+    &AttentionInputs::shared_prefixes};
 
 // The options of a call, and which optional arrays it has.
 struct AttentionConfig : AttentionOptions {

@@ -55,9 +55,10 @@ struct AttentionInputs {
   OptionalArray attn_mask;
   OptionalArray sinks;
   OptionalArray alibi_slopes;
-  OptionalArray cu_seqlens;  // [B + 1]
-  OptionalArray k_scales;    // [H_kv, N, S, 1]
-  OptionalArray v_scales;    // [H_kv, N, S, C]
+  OptionalArray cu_seqlens;       // [B + 1]
+  OptionalArray k_scales;         // [H_kv, N, S, 1]
+  OptionalArray v_scales;         // [H_kv, N, S, C]
+  OptionalArray shared_prefixes;  // [2, B]
 };
 
 // The other arguments of paged_attention.

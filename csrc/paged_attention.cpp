@@ -49,6 +49,7 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions
   bind(in.block_tables, args.block_tables);
   bind(in.context_lens, args.context_lens);
   bind(in.cu_seqlens, args.cu_seqlens);
+  bind(in.shared_prefixes, args.shared_prefixes);
   bind(in.kv_head_mapping, args.kv_head_mapping);
   bind(in.rope_freqs, args.rope_freqs);
   bind(in.attn_mask, args.mask);

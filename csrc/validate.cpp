@@ -275,6 +275,11 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options,
   if (in.attn_mask) {
     check_mask(op, in);
   }
+  if (in.shared_prefixes) {
+    const int batch = in.block_tables.shape(0);
+    check_int32(op, "shared_prefixes", *in.shared_prefixes);
+    check_shape(op, "shared_prefixes", *in.shared_prefixes, {2, batch}, "two numbers a sequence");
+  }
   check_scalars(op, options);
   if (check_values) {
     check_tables(op, in);

@@ -34,6 +34,7 @@ def paged_attention(
     v_scales: mx.array | None = None,
     cu_seqlens: mx.array | None = None,
     num_decodes: int = 0,
+    shared_prefixes: mx.array | None = None,
     check_tables: bool = False,
     stream: _Stream = None,
 ) -> mx.array | Any: ...  # the pair with return_attn

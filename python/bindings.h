@@ -29,11 +29,11 @@ void def_attention(nb::module_& module, const char* name, Function function,
                  const OptionalArray& sinks, std::optional<float> softcap,
                  const OptionalArray& alibi_slopes, bool return_attn, const OptionalArray& k_scales,
                  const OptionalArray& v_scales, const OptionalArray& cu_seqlens, int num_decodes,
-                 Extra... extra) {
+                 const OptionalArray& shared_prefixes, Extra... extra) {
         AttentionInputs in{
-            q,          k_cache,   v_cache, block_tables, context_lens, kv_head_mapping,
-            rope_freqs, attn_mask, sinks,   alibi_slopes, cu_seqlens,   k_scales,
-            v_scales};
+            q,          k_cache,        v_cache, block_tables, context_lens, kv_head_mapping,
+            rope_freqs, attn_mask,      sinks,   alibi_slopes, cu_seqlens,   k_scales,
+            v_scales,   shared_prefixes};
         return function(std::move(in),
                         AttentionOptions{scale, causal, return_attn, window, softcap, num_decodes},
                         extra...);
@@ -43,7 +43,7 @@ void def_attention(nb::module_& module, const char* name, Function function,
       "attn_mask"_a = nb::none(), "window"_a = nb::none(), "sinks"_a = nb::none(),
       "softcap"_a = nb::none(), "alibi_slopes"_a = nb::none(), "return_attn"_a = false,
       "k_scales"_a = nb::none(), "v_scales"_a = nb::none(), "cu_seqlens"_a = nb::none(),
-      "num_decodes"_a = 0, annotations...);
+      "num_decodes"_a = 0, "shared_prefixes"_a = nb::none(), annotations...);
 }
 
 }  // namespace mlx_paged

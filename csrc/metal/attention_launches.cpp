@@ -126,8 +126,9 @@ std::vector<BufferBinding> attention_buffers(const AttentionInputs& in,
                                         {3, Role::kInput, 3},
                                         {4, Role::kInput, 4}};
   const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
-  const int indices[] = {9, 10, bool_mask ? 11 : 12, 13, 14, 17, 18, 16};  // of kOptionalArrays
-  for (size_t i = 0; i < kOptionalArrays.size(); ++i) {
+  const int indices[] = {9, 10, bool_mask ? 11 : 12, 13, 14, 17, 18, 16};
+  // of kOptionalArrays but the last, which only a CPU reads
+  for (size_t i = 0; i < std::size(indices); ++i) {
     if (in.*kOptionalArrays[i]) {
       const Role role = indices[i] > 16 ? Role::kPoolRead : Role::kInput;
       buffers.push_back({indices[i], role, input_of(in, kOptionalArrays[i])});

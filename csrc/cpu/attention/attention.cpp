@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -23,14 +24,15 @@ struct Workspace {
   std::vector<SoftmaxState> total;
   std::vector<SoftmaxState> part;
 
-  void reserve(const AttentionArgs& args, const PlannedTile* planned, int32_t num_tiles) {
+  // Makes room for tiles of these numbers of rows.
+  void reserve(const AttentionArgs& args, std::span<const int32_t> num_rows) {
     const int32_t o_stride = padded(args.value_dim);
     const int64_t zeros = padded(std::max(args.head_dim, args.value_dim));
     const int64_t scores = int64_t{kMaxRows} * kKeyTile;
     const int64_t packed = zeros * kKeyTile;
     int64_t rows = 0;
-    for (int32_t t = 0; t < num_tiles; ++t) {
-      rows += padded(planned[t].span.count);
+    for (const int32_t count : num_rows) {
+      rows += padded(count);
     }
     const int64_t queries = rows * padded(args.head_dim);
     const int64_t size = 15 + zeros + scores + packed + queries + 2 * state_floats(rows, o_stride);
@@ -45,12 +47,13 @@ struct Workspace {
     kernel.scores = take(scores);
     kernel.packed = take(packed);
 
+    const size_t num_tiles = num_rows.size();
     tiles.resize(num_tiles);
     q.resize(num_tiles);
     total.resize(num_tiles);
     part.resize(num_tiles);
-    for (int32_t t = 0; t < num_tiles; ++t) {
-      const int32_t count = padded(planned[t].span.count);
+    for (size_t t = 0; t < num_tiles; ++t) {
+      const int32_t count = padded(num_rows[t]);
       q[t] = take(int64_t{count} * padded(args.head_dim));
       total[t] = state_at(take(state_floats(count, o_stride)), count, o_stride);
       part[t] = state_at(take(state_floats(count, o_stride)), count, o_stride);
@@ -68,55 +71,100 @@ class AttentionRun {
       : args_(args), plan_(plan), attend_(active_kernel().attend) {}
 
   void item(const WorkItem& item) const {
-    thread_local Workspace workspace;
-    const PlannedTile* planned = plan_.tiles(item);
-    workspace.reserve(args_, planned, item.num_tiles);
-    for (int32_t t = 0; t < item.num_tiles; ++t) {
-      load_rows(args_, plan_.groups(), planned[t].span, workspace.q[t], workspace.tiles[t]);
-    }
+    thread_local Workspace space;
+    load(space, item.tile, item.num_tiles);
+    const PlannedTile& planned = plan_.tile(item.tile);
     if (item.split == kAllSplits) {
-      all_splits(item, planned, workspace);
-    } else {
-      one_split(item, planned, workspace);
+      all_splits(planned, space);
+      return;
+    }
+    for (int32_t t = 0; t < item.num_tiles; ++t) {
+      space.part[t] = plan_.partial(item.tile + t, item.split);
+    }
+    attend(space, planned.split(item.split), space.part);
+    finish(item.tile);
+  }
+
+  // Computes the keys that are shared for all rows together, then each sequence's other keys.
+  void shared(const SharedSplit& shared) const {
+    thread_local Workspace space;
+    const auto members = plan_.members(shared);
+    const RowSpan& first = plan_.tile(members[0]).span;
+    const int32_t num_rows[] = {static_cast<int32_t>(members.size()) * first.count};
+    space.reserve(args_, num_rows);
+    RowTile& all = space.tiles[0];
+    all = empty_tile(args_, first, space.q[0]);
+    for (const int32_t member : members) {
+      add_rows(args_, plan_.groups(), plan_.tile(member).span, all);
+    }
+    attend(space, shared.keys, space.part);
+    int32_t row = 0;
+    for (const int32_t member : members) {
+      const PlannedTile& planned = plan_.tile(member);
+      const int32_t split = shared.split - planned.first_split(), count = planned.span.count;
+      const SoftmaxState own = plan_.partial(member, split);
+      copy_rows(own, space.part[0], row, count);
+      const KeyRange rest = {shared.keys.end, planned.split(split).end};
+      if (rest.begin < rest.end) {
+        const RowTile rows = rows_of(all, planned.span, row);
+        attend_({args_, &rows, 1, rest.begin, rest.end, space.kernel, &own, true});
+      }
+      row += count;
+      finish(member);
     }
   }
 
  private:
-  void all_splits(const WorkItem& item, const PlannedTile* planned, Workspace& space) const {
-    attend(item, planned->split(0), space, space.total);
-    for (int32_t split = 1; split < planned->num_splits(); ++split) {
-      attend(item, planned->split(split), space, space.part);
-      for (int32_t t = 0; t < item.num_tiles; ++t) {
+  // Rows and queries of neighbouring tiles.
+  void load(Workspace& space, int32_t tile, int32_t num_tiles) const {
+    int32_t num_rows[kMaxTiles];
+    for (int32_t t = 0; t < num_tiles; ++t) {
+      num_rows[t] = plan_.tile(tile + t).span.count;
+    }
+    space.reserve(args_, {num_rows, static_cast<size_t>(num_tiles)});
+    for (int32_t t = 0; t < num_tiles; ++t) {
+      const RowSpan& span = plan_.tile(tile + t).span;
+      space.tiles[t] = empty_tile(args_, span, space.q[t]);
+      add_rows(args_, plan_.groups(), span, space.tiles[t]);
+    }
+  }
+
+  void all_splits(const PlannedTile& planned, Workspace& space) const {
+    attend(space, planned.split(0), space.total);
+    for (int32_t split = 1; split < planned.num_splits(); ++split) {
+      attend(space, planned.split(split), space.part);
+      for (size_t t = 0; t < space.tiles.size(); ++t) {
         merge(space.total[t], space.part[t], space.tiles[t].num_rows);
       }
     }
-    for (int32_t t = 0; t < item.num_tiles; ++t) {
-      store_rows(args_, space.tiles[t], planned->keys, space.total[t]);
+    for (size_t t = 0; t < space.tiles.size(); ++t) {
+      store_rows(args_, space.tiles[t], planned.keys, space.total[t]);
     }
   }
 
-  // The thread that finishes the last split of an item's tiles merges them all, in order.
-  void one_split(const WorkItem& item, const PlannedTile* planned, Workspace& space) const {
-    for (int32_t t = 0; t < item.num_tiles; ++t) {
-      space.part[t] = plan_.partial(item.tile + t, item.split);
-    }
-    attend(item, planned->split(item.split), space, space.part);
-    if (!plan_.finish_split(item)) {
+  // Marks a split of a tile as done. The thread that finishes the last split of an item's tiles
+  // merges them all, in order.
+  void finish(int32_t tile) const {
+    if (!plan_.finish_split(tile)) {
       return;
     }
-    for (int32_t t = 0; t < item.num_tiles; ++t) {
-      const SoftmaxState total = plan_.partial(item.tile + t, 0);
-      for (int32_t split = 1; split < planned->num_splits(); ++split) {
-        merge(total, plan_.partial(item.tile + t, split), space.tiles[t].num_rows);
+    thread_local Workspace space;
+    const int32_t leader = plan_.tile(tile).leader;
+    load(space, leader, 1 + plan_.tile(leader).num_followers);
+    for (size_t t = 0; t < space.tiles.size(); ++t) {
+      const auto i = leader + static_cast<int32_t>(t);
+      const SoftmaxState total = plan_.partial(i, 0);
+      for (int32_t split = 1; split < plan_.tile(i).num_splits(); ++split) {
+        merge(total, plan_.partial(i, split), space.tiles[t].num_rows);
       }
-      store_rows(args_, space.tiles[t], planned->keys, total);
+      store_rows(args_, space.tiles[t], plan_.tile(i).keys, total);
     }
   }
 
-  void attend(const WorkItem& item, KeyRange keys, const Workspace& space,
+  void attend(const Workspace& space, KeyRange keys,
               const std::vector<SoftmaxState>& states) const {
-    attend_({args_, space.tiles.data(), item.num_tiles, keys.begin, keys.end, space.kernel,
-             states.data()});
+    attend_({args_, space.tiles.data(), static_cast<int32_t>(space.tiles.size()), keys.begin,
+             keys.end, space.kernel, states.data(), false});
   }
 
   const AttentionArgs& args_;
@@ -142,9 +190,12 @@ void paged_attention(const AttentionArgs& args) {
   AttentionPlan& plan = stream_plan;
   plan.assign(args);
   const AttentionRun run(args, plan);
+  const auto num_shared = static_cast<int64_t>(plan.shared().size());
   parallel_for(
-      static_cast<int64_t>(plan.items().size()),
-      [&run, &plan](int64_t i) { run.item(plan.items()[i]); },
+      num_shared + static_cast<int64_t>(plan.items().size()),
+      [&run, &plan, num_shared](int64_t i) {
+        i < num_shared ? run.shared(plan.shared()[i]) : run.item(plan.items()[i - num_shared]);
+      },
       plan.multiply_adds() >= kMinParallelWork);
 }
 

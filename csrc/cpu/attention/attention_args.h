@@ -29,9 +29,11 @@ struct AttentionArgs {
   View<void, 3> k_scales;  // float16 [H_kv, N, S, 1], last stride 1; absent unless k is int8
   View<void, 3> v_scales;  // the same; pairs: [H_kv, N, S, 2 * groups], scale and minimum of each
 
-  View<int32_t, 2> block_tables;  // [B, M]
-  View<int32_t, 1> context_lens;  // [B]
-  View<int32_t, 1> cu_seqlens;    // [B + 1]: sequence s has tokens from entry s to entry s + 1
+  View<int32_t, 2> block_tables;     // [B, M]
+  View<int32_t, 1> context_lens;     // [B]
+  View<int32_t, 1> cu_seqlens;       // [B + 1]: sequence s has tokens from entry s to entry s + 1
+  View<int32_t, 2> shared_prefixes;  // [2, B]: an order of the sequences, and how many keys each
+                                     // has in the same blocks as the one before it
 
   View<int32_t, 1> kv_head_mapping;  // [H]
   View<float, 3> rope_freqs;         // [B, L, R / 2]

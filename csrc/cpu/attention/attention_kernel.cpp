@@ -147,8 +147,8 @@ struct Step {
 
 template <typename Products, typename T>
 void stream_keys(const AttendCall& call) {
-  const auto& [args, tiles, num_tiles, key_begin, key_end, scratch, states] = call;
-  for (int32_t t = 0; t < num_tiles; ++t) {
+  const auto& [args, tiles, num_tiles, key_begin, key_end, scratch, states, resumes] = call;
+  for (int32_t t = 0; t < num_tiles && !resumes; ++t) {
     initialise(states[t], tiles[t].num_rows);
   }
   if (key_begin >= key_end) {

@@ -18,6 +18,7 @@ inline constexpr int kPackedRows = 16;
 
 // One query of one head.
 struct QueryRow {
+  int32_t batch;  // its sequence
   int32_t token;  // its place on axis L
   int32_t head;
   int32_t position;   // of the query in its sequence
@@ -28,13 +29,13 @@ struct QueryRow {
   float* attn;       // of key 0, or null
 };
 
-// Rows of one sequence whose heads share a KV head.
+// Rows whose heads share a KV head, of one sequence or of several that share blocks.
 struct RowTile {
-  int32_t batch;
+  int32_t batch;  // whose block table tells where their keys are
   int32_t kv_head;
   int32_t num_rows;
   QueryRow rows[kMaxRows];
-  const float* q;  // [num_rows, D], rotated and scaled; row stride q_stride; zeros after D
+  float* q;  // [num_rows, D], rotated and scaled; row stride q_stride; zeros after D
   int32_t q_stride;
 };
 
@@ -69,10 +70,11 @@ struct AttendCall {
   int32_t key_end;
   const KernelScratch& scratch;
   const SoftmaxState* states;  // of each row tile
+  bool resumes;                // the states are those of the keys before key_begin
 };
 
-// Initialises the states and updates them with the keys. Writes scores to the rows' attn if it is
-// not null.
+// Initialises the states, unless it resumes, and updates them with the keys. Writes scores to the
+// rows' attn if it is not null.
 using Attend = void(const AttendCall& call);
 
 namespace baseline {

@@ -11,11 +11,14 @@ namespace {
 // same.
 constexpr int64_t kMaxPartialFloats = 1 << 21;
 
+// The same where sequences share splits: 64 MiB. Folded tiles share nothing.
+constexpr int64_t kMaxSharedFloats = 1 << 24;
+
+// Fewer keys of a split than this are not worth computing together.
+constexpr int32_t kMinShared = 2 * kKeyTile;
+
 // With this many items for each thread, no thread is idle for long at the end.
 constexpr int64_t kItemsPerThread = 4;
-
-// The most tiles of one item: queries, states and keys fit in the second-level cache.
-constexpr int64_t kMaxTiles = 16;
 
 }  // namespace
 
@@ -23,6 +26,7 @@ void AttentionPlan::assign(const AttentionArgs& args) {
   o_stride_ = padded(args.value_dim);
   groups_.assign(args);
   add_tiles(args);
+  share_splits(args);
   place_partials();
   add_items();
 }
@@ -37,7 +41,7 @@ void AttentionPlan::add_tiles(const AttentionArgs& args) {
       for (int32_t begin = 0; begin < num_rows; begin += kMaxRows) {
         const RowSpan span = {batch, kv_head, begin, std::min(kMaxRows, num_rows - begin)};
         const KeyRange keys = visible_keys(args, groups_, span);
-        tiles_.push_back({span, keys, false, 0});
+        tiles_.push_back({span, keys, false, 0, 0, 0, 0});
         multiply_adds_ +=
             int64_t{keys.end - keys.begin} * span.count * (args.head_dim + args.value_dim);
       }
@@ -45,23 +49,99 @@ void AttentionPlan::add_tiles(const AttentionArgs& args) {
   }
 }
 
+// Sequences that are neighbours in the order of shared_prefixes share a split if its first keys are
+// in the same blocks. Only those share whose heads have one tile of few rows each.
+void AttentionPlan::share_splits(const AttentionArgs& args) {
+  shared_.clear();
+  members_.clear();
+  if (!args.shared_prefixes.data) {
+    return;
+  }
+  std::vector<int32_t> firsts(args.batch, -1);  // of a sequence's tiles; -1: it shares none
+  int32_t last = 0;
+  for (int32_t t = 0; t + args.num_kv_heads <= static_cast<int32_t>(tiles_.size()); ++t) {
+    const RowSpan& span = tiles_[t].span;
+    const RowSpan& end = tiles_[t + args.num_kv_heads - 1].span;
+    if (span.kv_head == 0 && end.batch == span.batch && end.kv_head == args.num_kv_heads - 1 &&
+        span.count < kPackedRows) {
+      firsts[span.batch] = t;
+      last = std::max(last, tiles_[t].keys.end);
+    }
+  }
+  const auto entry = [&args](int32_t row, int32_t i) {
+    const auto& [data, strides] = args.shared_prefixes;
+    return data[row * strides[0] + i * strides[1]];
+  };
+  std::vector<int32_t> run;
+  for (int32_t begin = 0; begin + kMinShared <= last; begin += kSplitKeys) {
+    int32_t common = 0;
+    const auto end_run = [&] {
+      share(begin / kSplitKeys, common, run, args.num_kv_heads);
+      run.clear();
+    };
+    for (int32_t i = 0; i < args.batch; ++i) {
+      const int32_t sequence = entry(0, i);
+      const bool exists = sequence >= 0 && sequence < args.batch && firsts[sequence] >= 0;
+      const KeyRange keys = exists ? tiles_[firsts[sequence]].keys : KeyRange{0, 0};
+      const int32_t seen = std::min(begin + kSplitKeys, keys.end) / kKeyTile * kKeyTile;
+      const int32_t same = std::min(seen, entry(1, i) / kKeyTile * kKeyTile);
+      if (same < begin + kMinShared) {
+        end_run();
+      }
+      if (seen >= begin + kMinShared && keys.begin < begin + kSplitKeys) {
+        common = run.empty() ? seen : std::min(common, same);
+        run.push_back(firsts[sequence]);
+      }
+    }
+    end_run();
+  }
+}
+
+// Lets sequences, of which `firsts` are the first tiles, share a split: as many rows together as a
+// tile can have.
+void AttentionPlan::share(int32_t split, int32_t common, std::span<const int32_t> firsts,
+                          int32_t num_heads) {
+  const auto num_tiles = static_cast<int32_t>(firsts.size());
+  if (num_tiles < 2) {
+    return;
+  }
+  for (int32_t head = 0; head < num_heads; ++head) {
+    const int32_t most = kMaxRows / std::max(1, tiles_[firsts[0] + head].span.count);
+    const int32_t num_parts = (num_tiles + most - 1) / most;
+    for (int32_t part = 0; part < num_parts; ++part) {
+      const auto member = static_cast<int32_t>(members_.size());
+      KeyRange keys = {common, common};
+      for (int32_t i = part * num_tiles / num_parts; i < (part + 1) * num_tiles / num_parts; ++i) {
+        PlannedTile& tile = tiles_[firsts[i] + head];
+        members_.push_back(firsts[i] + head);
+        ++tile.num_shared;
+        keys.begin = std::min(keys.begin, std::max(split * kSplitKeys, tile.keys.begin));
+      }
+      shared_.push_back({split, keys, member, static_cast<int32_t>(members_.size()) - member});
+    }
+  }
+}
+
 void AttentionPlan::place_partials() {
+  const int64_t most = shared_.empty() ? kMaxPartialFloats : kMaxSharedFloats;
   int64_t num_floats = 0;
   for (const bool many_rows : {false, true}) {
     const int64_t before = num_floats;
     for (PlannedTile& tile : tiles_) {
       if ((tile.span.count >= kPackedRows) == many_rows) {
         tile.partials = num_floats;
-        num_floats += tile.num_splits() > 1
+        num_floats += tile.num_splits() > 1 || tile.num_shared > 0
                           ? tile.num_splits() * state_floats(tile.span.count, o_stride_)
                           : 0;
       }
     }
-    if (num_floats > kMaxPartialFloats) {
+    if (num_floats > most) {
       num_floats = before;
       for (PlannedTile& tile : tiles_) {
         tile.fold |= (tile.span.count >= kPackedRows) == many_rows;
+        tile.num_shared = 0;
       }
+      shared_.clear();
     }
   }
   if (static_cast<int64_t>(partials_.size()) < num_floats + 15) {
@@ -84,12 +164,16 @@ void AttentionPlan::add_items() {
   items_.clear();
   for (int32_t first = 0; first < static_cast<int32_t>(tiles_.size());) {
     const int32_t count = tiles_together(first, max_tiles);
-    const int32_t splits = tiles_[first].num_items();
-    splits_left_[first].store(splits, std::memory_order_relaxed);
-    if (splits == 1) {
+    const int32_t splits = tiles_[first].num_items(), shared = tiles_[first].num_shared;
+    splits_left_[first].store(splits - shared + count * shared, std::memory_order_relaxed);
+    for (int32_t tile = first; tile < first + count; ++tile) {
+      tiles_[tile].leader = first;
+      tiles_[tile].num_followers = tile == first ? count - 1 : 0;
+    }
+    if (splits == 1 && shared == 0) {
       items_.push_back({first, count, kAllSplits});
     } else {
-      for (int32_t split = 0; split < splits; ++split) {
+      for (int32_t split = shared; split < splits; ++split) {
         items_.push_back({first, count, split});
       }
     }
@@ -102,7 +186,8 @@ int32_t AttentionPlan::tiles_together(int32_t first, int64_t max_tiles) const {
   const PlannedTile& head = tiles_[first];
   const auto fits = [&](const PlannedTile& tile) {
     return tile.span.batch == head.span.batch && tile.span.count < kPackedRows &&
-           tile.keys.begin == head.keys.begin && tile.keys.end == head.keys.end;
+           tile.keys.begin == head.keys.begin && tile.keys.end == head.keys.end &&
+           tile.num_shared == head.num_shared;
   };
   int32_t end = first + 1;
   while (end < static_cast<int32_t>(tiles_.size()) && end - first < max_tiles && fits(head) &&
@@ -118,8 +203,8 @@ SoftmaxState AttentionPlan::partial(int32_t tile, int32_t split) {
   return state_at(aligned(partials_.data()) + offset, num_rows, o_stride_);
 }
 
-bool AttentionPlan::finish_split(const WorkItem& item) {
-  return splits_left_[item.tile].fetch_sub(1, std::memory_order_acq_rel) == 1;
+bool AttentionPlan::finish_split(int32_t tile) {
+  return splits_left_[tiles_[tile].leader].fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 
 }  // namespace mlx_paged::cpu

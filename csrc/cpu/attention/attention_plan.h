@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "csrc/cpu/attention/attention_rows.h"
@@ -19,8 +20,11 @@ inline constexpr int32_t kSplitKeys = 8 * kKeyTile;
 struct PlannedTile {
   RowSpan span;
   KeyRange keys;
-  bool fold;         // one thread computes all splits, one after the other
-  int64_t partials;  // otherwise the offset of the states of its splits
+  bool fold;              // one thread computes all splits, one after the other
+  int64_t partials;       // otherwise the offset of the states of its splits
+  int32_t leader;         // the first of the tiles in its item
+  int32_t num_followers;  // of a leader
+  int32_t num_shared;     // so many of its first splits are computed with those of other sequences
 
   int32_t first_split() const { return keys.begin / kSplitKeys; }
   int32_t num_splits() const {
@@ -34,6 +38,17 @@ struct PlannedTile {
 };
 
 inline constexpr int32_t kAllSplits = -1;
+
+// The most tiles of one item: queries, states and keys fit in the second-level cache.
+inline constexpr int64_t kMaxTiles = 16;
+
+// A split of tiles of several sequences, which have its first keys in the same blocks.
+struct SharedSplit {
+  int32_t split;   // of the positions: it begins at split * kSplitKeys
+  KeyRange keys;   // that all of the sequences have, up to a whole key tile
+  int32_t member;  // its tiles are members [member, member + num_members)
+  int32_t num_members;
+};
 
 // A unit of work for one thread: tiles [tile, tile + num_tiles) of one sequence and the same keys.
 struct WorkItem {
@@ -63,28 +78,37 @@ class AttentionPlan {
   void assign(const AttentionArgs& args);
 
   const HeadGroups& groups() const { return groups_; }
+  const std::vector<SharedSplit>& shared() const { return shared_; }
+  std::span<const int32_t> members(const SharedSplit& shared) const {
+    return {&members_[shared.member], static_cast<size_t>(shared.num_members)};
+  }
   const std::vector<WorkItem>& items() const { return items_; }
-  const PlannedTile* tiles(const WorkItem& item) const { return &tiles_[item.tile]; }
+  const PlannedTile& tile(int32_t i) const { return tiles_[i]; }
   int64_t multiply_adds() const { return multiply_adds_; }
 
   // The state of one split of a tile.
   SoftmaxState partial(int32_t tile, int32_t split);
 
-  // Marks one split of the item's tiles as done. Returns true if it was the last: then the states
-  // of the other splits are visible to this thread.
-  bool finish_split(const WorkItem& item);
+  // Marks one split as done: of all tiles that are computed with this one, or of one of them if the
+  // split is shared. Returns true if it was the last: then the states of the other splits are
+  // visible to this thread.
+  bool finish_split(int32_t tile);
 
  private:
   void add_tiles(const AttentionArgs& args);
+  void share_splits(const AttentionArgs& args);
+  void share(int32_t split, int32_t common, std::span<const int32_t> firsts, int32_t num_heads);
   void place_partials();
   void add_items();
   int32_t tiles_together(int32_t first, int64_t max_tiles) const;
 
   HeadGroups groups_;
   std::vector<PlannedTile> tiles_;
+  std::vector<SharedSplit> shared_;
+  std::vector<int32_t> members_;  // tiles
   std::vector<WorkItem> items_;
   std::vector<float> partials_;
-  std::unique_ptr<std::atomic<int32_t>[]> splits_left_;  // index: the first tile of an item
+  std::unique_ptr<std::atomic<int32_t>[]> splits_left_;  // index: a leader
   size_t num_counters_ = 0;
   int32_t o_stride_ = 0;
   int64_t multiply_adds_ = 0;

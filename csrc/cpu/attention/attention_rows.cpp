@@ -55,9 +55,9 @@ void rotate(const AttentionArgs& args, int32_t batch, int32_t token, float* q) {
   }
 }
 
-void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, float* q) {
+void load_query(const AttentionArgs& args, const QueryRow& row, float* q) {
   const int64_t at =
-      batch * args.q.strides[0] + row.head * args.q.strides[1] + row.token * args.q.strides[2];
+      row.batch * args.q.strides[0] + row.head * args.q.strides[1] + row.token * args.q.strides[2];
   dispatch_float(args.q_dtype, [&]<typename T>(T*) {
     const T* from = static_cast<const T*>(args.q.data) + at;
     const int64_t stride = args.q.strides[3];
@@ -70,18 +70,19 @@ void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, f
     }
   });
   if (args.rope_freqs.data) {
-    rotate(args, batch, row.token, q);
+    rotate(args, row.batch, row.token, q);
   }
   for (int32_t d = 0; d < args.head_dim; ++d) {
     q[d] *= args.scale;
   }
+  std::fill(q + args.head_dim, q + padded(args.head_dim), 0.0f);
 }
 
-const void* mask_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
+const void* mask_row(const AttentionArgs& args, const QueryRow& row) {
   if (!args.mask.data) {
     return nullptr;
   }
-  const int64_t at = batch * args.mask.strides[0] + row.head * args.mask.strides[1] +
+  const int64_t at = row.batch * args.mask.strides[0] + row.head * args.mask.strides[1] +
                      row.token * args.mask.strides[2];
   const int itemsize = args.mask_dtype == DType::kBool      ? 1
                        : args.mask_dtype == DType::kFloat32 ? 4
@@ -89,11 +90,11 @@ const void* mask_row(const AttentionArgs& args, int32_t batch, const QueryRow& r
   return static_cast<const char*>(args.mask.data) + at * itemsize;
 }
 
-float* attn_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
+float* attn_row(const AttentionArgs& args, const QueryRow& row) {
   if (!args.attn) {
     return nullptr;
   }
-  const int64_t i = (int64_t{batch} * args.num_heads + row.head) * args.num_tokens + row.token;
+  const int64_t i = (int64_t{row.batch} * args.num_heads + row.head) * args.num_tokens + row.token;
   return args.attn + i * args.max_blocks * args.block_size;
 }
 
@@ -166,21 +167,27 @@ KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const
   return keys;
 }
 
-void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span, float* q,
-               RowTile& tile) {
+RowTile empty_tile(const AttentionArgs& args, const RowSpan& span, float* q) {
+  RowTile tile;
+  tile.batch = span.batch;
+  tile.kv_head = span.kv_head;
+  tile.num_rows = 0;
+  tile.q = q;
+  tile.q_stride = padded(args.head_dim);
+  return tile;
+}
+
+void add_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span,
+              RowTile& tile) {
   const int32_t context = context_length(args, span.batch);
   const TokenRange tokens = tokens_of(args, span.batch);
   const int32_t group = groups.size(span.kv_head);
-  tile.batch = span.batch;
-  tile.kv_head = span.kv_head;
-  tile.num_rows = span.count;
-  tile.q = q;
-  tile.q_stride = padded(args.head_dim);
-  for (int32_t r = 0; r < span.count; ++r) {
-    QueryRow& row = tile.rows[r];
-    const int32_t token = (span.begin + r) / group;
+  for (int32_t r = span.begin; r < span.begin + span.count; ++r) {
+    QueryRow& row = tile.rows[tile.num_rows];
+    const int32_t token = r / group;
+    row.batch = span.batch;
     row.token = tokens.first + token;
-    row.head = groups.heads[groups.starts[span.kv_head] + (span.begin + r) % group];
+    row.head = groups.heads[groups.starts[span.kv_head] + r % group];
     row.position = context - tokens.count + token;
     const KeyRange keys = visible_keys(args, context, row.position);
     row.key_begin = keys.begin;
@@ -188,11 +195,28 @@ void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpa
     row.alibi_slope = args.alibi_slopes.data
                           ? args.alibi_slopes.data[row.head * args.alibi_slopes.strides[0]]
                           : 0;
-    row.mask = mask_row(args, span.batch, row);
-    row.attn = attn_row(args, span.batch, row);
-    load_query(args, span.batch, row, q + r * tile.q_stride);
-    std::fill(q + r * tile.q_stride + args.head_dim, q + (r + 1) * tile.q_stride, 0.0f);
+    row.mask = mask_row(args, row);
+    row.attn = attn_row(args, row);
+    load_query(args, row, tile.q + tile.num_rows * tile.q_stride);
+    ++tile.num_rows;
   }
+}
+
+RowTile rows_of(const RowTile& tile, const RowSpan& span, int32_t first) {
+  RowTile rows;
+  rows.batch = span.batch;
+  rows.kv_head = span.kv_head;
+  rows.num_rows = span.count;
+  std::copy_n(tile.rows + first, span.count, rows.rows);
+  rows.q = tile.q + first * tile.q_stride;
+  rows.q_stride = tile.q_stride;
+  return rows;
+}
+
+void copy_rows(const SoftmaxState& to, const SoftmaxState& from, int32_t first, int32_t count) {
+  std::copy_n(from.m + first, count, to.m);
+  std::copy_n(from.l + first, count, to.l);
+  std::copy_n(from.o + first * from.o_stride, count * from.o_stride, to.o);
 }
 
 void merge(const SoftmaxState& into, const SoftmaxState& from, int32_t num_rows) {
@@ -223,7 +247,7 @@ void store_rows(const AttentionArgs& args, const RowTile& tile, KeyRange keys,
     }
     const float factor = l == 0 ? 0 : 1 / l;
     const float* o = state.o + r * state.o_stride;
-    const int64_t at = tile.batch * args.out_strides[0] + row.head * args.out_strides[1] +
+    const int64_t at = row.batch * args.out_strides[0] + row.head * args.out_strides[1] +
                        row.token * args.out_strides[2];
     dispatch_float(args.q_dtype, [&]<typename T>(T*) {
       T* out = static_cast<T*>(args.out) + at;

@@ -43,9 +43,18 @@ struct RowSpan {
 // The smallest range that contains every key that a row of the span sees.
 KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span);
 
-// Fills `tile` for the span and writes its queries, rotated and scaled, to q [count, D].
-void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span, float* q,
-               RowTile& tile);
+// A tile without rows. Their queries, rotated and scaled, go to q [count, D padded].
+RowTile empty_tile(const AttentionArgs& args, const RowSpan& span, float* q);
+
+// Adds the rows of a span to a tile, and its queries.
+void add_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span,
+              RowTile& tile);
+
+// The rows from `first` on of a tile of several sequences, those of `span`, as a tile of their own.
+RowTile rows_of(const RowTile& tile, const RowSpan& span, int32_t first);
+
+// Copies rows [first, first + count) of a state to the first rows of another one.
+void copy_rows(const SoftmaxState& to, const SoftmaxState& from, int32_t first, int32_t count);
 
 // Merges `from` into `into`. Merging the splits of a context in order gives its state.
 void merge(const SoftmaxState& into, const SoftmaxState& from, int32_t num_rows);
