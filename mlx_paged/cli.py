@@ -140,6 +140,7 @@ def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
         ("--preempt", VICTIMS, VICTIMS[0], "", "who loses its KV blocks when the pool is full"),
         ("--compile", ON_OFF, None, "", "decode by graphs (default: on a CPU, if it is faster)"),
         ("--cpu-linear", ON_OFF, None, "", "on a CPU: own kernels for linear layers (default: on)"),
+        ("--cascade", ON_OFF, True, "", "on a CPU: read K/V once that running requests share"),
         ("--no-prefix-cache", SWITCH, False, "", "do not share K/V of prompts that begin alike"),
         ("--kv-disk", str, None, "DIR", "keep K/V in this directory too, beyond the process"),
         ("--kv-disk-gb", MEMORY, None, "N", "GB in it at most (default: 20)"),
@@ -176,7 +177,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.kv_disk_gb is not None and args.kv_disk is None:
         raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
     names = "compile", "kv_bits", "policy", "num_draft_tokens", "preempt", "seed", "speculate"
-    others = "cpu_linear", "metrics_jsonl", "spike_ms", "profile", "kv_disk"
+    others = "cascade", "cpu_linear", "metrics_jsonl", "spike_ms", "profile", "kv_disk"
     model_files = [args.model or demo_model_path(), args.adapter_path]
     return {
         "model_files": [path for path in model_files if path is not None],

@@ -179,6 +179,8 @@ class Forward:
     held: mx.array | None = None
     # ``[rows, M]`` int32, the block table of every row; None: `block_tables`.
     row_tables: mx.array | None = None
+    # ``[2, B]`` int32, which sequences begin with the same blocks: see ``paged_attention``.
+    shared_prefixes: mx.array | None = None
     is_read: bool = True  # whether the output of attention is used
     is_traced: bool = False  # ``mx.compile`` traces the forward, which nothing differentiates
 
@@ -342,6 +344,7 @@ class LayerView(AttendingCache):
         """The last L tokens of B sequences, ``q [B, H, L, D]``, by the paged op; with `cu_seqlens`
         the last tokens of each, ``q [T, H, 1, D]``. The arrays are those of the op."""
         path_counts["paged"] += 1
+        is_whole = tables is self.forward.block_tables
         q = ops.hadamard(query.q) if self.shape.rotates else query.q
         arrays = q, self.pool.k, self.pool.v, tables, context_lens
         options: dict[str, Any] = {
@@ -350,6 +353,7 @@ class LayerView(AttendingCache):
             "window": query.window,
             "sinks": query.sinks,
             "check_tables": False,
+            "shared_prefixes": self.forward.shared_prefixes if is_whole else None,
             **self.pool.scales,
         }
         if cu_seqlens is None:

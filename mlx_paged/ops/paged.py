@@ -48,6 +48,7 @@ def paged_attention(
     alibi_slopes: mx.array | None = None,
     k_scales: Cache | None = None,
     v_scales: Cache | None = None,
+    shared_prefixes: mx.array | None = None,
     check_tables: bool = True,
     stream: Stream | None = None,
 ) -> mx.array | Any:  # a union with the pair of return_attn would make every caller narrow it
@@ -86,6 +87,12 @@ def paged_attention(
             score, after softcap (Press et al. 2021, arXiv:2108.12409).
         k_scales: scales of quantized keys, of as many layers: ``[H_kv, N, S, 1]`` float16.
         v_scales: scales of quantized values likewise.
+        shared_prefixes: ``[2, B]`` int32, which sequences begin with the same blocks. The first row
+            is an order of the sequences. The second one says how many keys each sequence, in this
+            order, has in the same blocks as the one before it; 0 for the first. The answer does not
+            depend on it, bit by bit: on a CPU the keys are read once for all of them (Juravsky et
+            al. 2024, arXiv:2402.05099, section 3.2). A GPU does not use it. Wrong numbers give
+            wrong answers.
         check_tables: False skips the checks of table and length values, for callers whose tables
             are valid by construction.
         stream: stream or device; default the current one.
@@ -129,7 +136,11 @@ def paged_attention(
         "return_attn": return_attn,
     }
     result = _ext.paged_attention(  # validates, computes nothing
-        *arrays, **options, check_tables=check_tables, stream=stream
+        *arrays,
+        **options,
+        shared_prefixes=shared_prefixes,
+        check_tables=check_tables,
+        stream=stream,
     )
     columns, tokens = block_tables.shape[1], q.shape[2]
     if not dispatch.is_native(stream, k, v, block_tables) or not dispatch.takes_attention(
@@ -157,6 +168,7 @@ def paged_attention_varlen(
     softcap: float | None = None,
     k_scales: Cache | None = None,
     v_scales: Cache | None = None,
+    shared_prefixes: mx.array | None = None,
     check_tables: bool = True,
     stream: Stream | None = None,
 ) -> mx.array:
@@ -208,6 +220,7 @@ def paged_attention_varlen(
         **options,
         cu_seqlens=cu_seqlens,
         num_decodes=num_decodes,
+        shared_prefixes=shared_prefixes,
         check_tables=check_tables,
         stream=stream,
     )

@@ -13,116 +13,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.request import Request
+from mlx_paged.runner.batch_tables import BatchTables, of_members, row_bucket
 from mlx_paged.scheduler.step import Span
-
-SPARE_COLUMNS = 16  # blocks by which the longest sequence may grow before all rows are copied
-FEWEST_COLUMNS = 32  # of the narrowest bucket: a GPU does not split contexts of 32 x 16 tokens
-
-
-def row_bucket(rows: int) -> int:
-    """The number of rows with padding: at most a sixteenth more, and none up to 32."""
-    step = max(1, (1 << rows.bit_length() >> 1) // 16)
-    return -(-rows // step) * step
-
-
-def column_bucket(columns: int) -> int:
-    """The number of columns with padding, `FEWEST_COLUMNS` times a power of four. Ops read no more
-    of a table than a row's context."""
-    width = FEWEST_COLUMNS
-    while width < columns:
-        width *= 4
-    return width
-
-
-class BatchTables:
-    """A layer group's block tables of a batch's sequences, on the host and on the device.
-
-    While the batch has the same sequences, an update writes only entries for their new blocks. If
-    there are none, the device's array stays. All rows are copied when another sequence joins, when
-    the order changes, or when a row's blocks were replaced: by copy-on-write, or because its
-    sequence was preempted and runs again.
-
-    Attributes:
-        group: index of the group.
-        arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
-            entries past a row's end are undefined, and so are those that a window has left.
-        padded: whether the arrays have the rows and columns of their buckets.
-    """
-
-    arrays: list[mx.array]
-    _seq_ids: list[int]
-    _rows: Int32Array  # rows of these sequences in the allocator's tables
-    _lengths: Int32Array  # number of blocks of each sequence
-    _host: Int32Array  # the host's copy, wider than `array`
-    _version: int  # version of the allocator's tables that was copied
-
-    def __init__(self, allocator: BlockAllocator, group: int = 0, padded: bool = False) -> None:
-        self.group = group
-        self.padded = padded
-        self._allocator = allocator
-        self._take_over([])
-
-    @classmethod
-    def of_groups(cls, allocator: BlockAllocator, padded: bool = False) -> list["BatchTables"]:
-        """Tables for each layer group."""
-        return [cls(allocator, group, padded) for group in range(len(allocator.groups))]
-
-    def update(self, seq_ids: list[int]) -> None:
-        """Make these the tables of the sequences `seq_ids` as they are now."""
-        tables = self._allocator.block_tables
-        if seq_ids != self._seq_ids or self._is_outdated():
-            self._take_over(seq_ids)
-            return
-        self._version = tables.version
-        lengths = tables.lengths(self._rows, self.group)
-        grown = np.flatnonzero(lengths != self._lengths).astype(np.int32)
-        if grown.size == 0:
-            return
-        columns = self._lengths[grown]
-        if lengths.max() > self._host.shape[1] or (lengths[grown] > columns + 1).any():
-            self._take_over(seq_ids)
-            return
-        self._host[grown, columns] = tables.entries(self._rows[grown], columns, self.group)
-        self._lengths = lengths
-        self._upload()
-
-    def blocks_at(self, columns: Int32Array) -> Int32Array:
-        """For each sequence the block in its column of the table, ``[R]``."""
-        blocks: Int32Array = self._host[np.arange(len(columns)), columns]
-        return blocks
-
-    def _is_outdated(self) -> bool:
-        tables = self._allocator.block_tables
-        if tables.version == self._version:
-            return False
-        rows = self._allocator.table_rows(self._seq_ids)
-        return bool((tables.versions(rows) > self._version).any())
-
-    def _take_over(self, seq_ids: list[int]) -> None:
-        tables = self._allocator.block_tables
-        self._seq_ids = list(seq_ids)
-        self._version = tables.version
-        self._rows = self._allocator.table_rows(seq_ids)
-        self._lengths = tables.lengths(self._rows, self.group)
-        entries = tables.rows(self._rows, self.group)
-        rows, width = entries.shape
-        shape = rows, width + SPARE_COLUMNS
-        if self.padded:
-            shape = row_bucket(rows), column_bucket(width)
-        self._host = np.zeros(shape, np.int32)
-        self._host[:rows, :width] = entries
-        self._upload()
-
-    def _upload(self) -> None:
-        # MLX copies a contiguous array much faster than columns of a wider one.
-        host = self._host if self.padded else self._host[:, : self._lengths.max(initial=0)]
-        tables = self._allocator.store.tables(host, self.group)
-        self.arrays = _members(np.ascontiguousarray(tables))
-
-
-def _members(values: Int32Array) -> list[mx.array]:
-    """Host values ``[members, ...]`` as an array for each member."""
-    return [mx.array(values[0])] if len(values) == 1 else list(mx.array(values))
 
 
 class Layout(StrEnum):
@@ -169,6 +61,8 @@ class Batch:
         scored: requests whose prompt tokens need log-probabilities, with the positions of the
             tokens before these. Their rows of logits are the last ones.
         seq_ids: the sequence of each span.
+        shared_keys: keys that sequences have in common with others: of the layer group with the
+            most of them.
     """
 
     def __init__(
@@ -229,7 +123,10 @@ class Batch:
             cu_seqlens = mx.array(np.append(self._first_rows, np.int32(self.num_tokens)))
             sequences = mx.array(self._sequences)
         forwards = []
+        self.shared_keys = 0
         for of_group in tables:
+            prefixes, num_shared = of_group.shared_prefixes(self.seq_ids, self.padding)
+            self.shared_keys = max(self.shared_keys, num_shared)
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:
                 forward = Forward(
@@ -244,6 +141,7 @@ class Batch:
                     cu_seqlens=cu_seqlens,
                     chunks=chunks if is_ragged else (),
                     row_chunks=chunks if is_chunk else (),
+                    shared_prefixes=prefixes,
                 )
                 if sequences is not None:
                     forward.row_tables = mx.take(block_tables, sequences, axis=0)
@@ -259,20 +157,20 @@ class Batch:
         if self.decodes_only:
             tables.update(self.seq_ids)
             slots = store.slots(tables.blocks_at(columns), self._positions, group)
-            return _members(self._padded(slots, -1)), [[] for _ in tables.arrays], tables.arrays
+            return of_members(self._padded(slots, -1)), [[] for _ in tables.arrays], tables.arrays
         rows = allocator.table_rows(self.seq_ids)
         entries = allocator.block_tables.rows(rows, group)[:, : columns.max() + 1]
         slots = store.slots(entries[self._sequences, columns], self._positions, group)
-        of_members = np.ascontiguousarray(store.tables(entries, group))
-        chunks: list[list[Chunk]] = [[] for _ in of_members]
+        block_tables = np.ascontiguousarray(store.tables(entries, group))
+        chunks: list[list[Chunk]] = [[] for _ in block_tables]
         for index in range(count, len(self.seq_ids)):
             first, start, length = (
                 int(of[index]) for of in (self._first_rows, self._starts, self._lengths)
             )
             width = allocator.blocks_needed(start + length) * allocator.groups[group].pieces
-            for member, blocks in enumerate(of_members[:, index, :width]):
+            for member, blocks in enumerate(block_tables[:, index, :width]):
                 chunks[member].append(Chunk(first, start, length, mx.array(blocks)))
-        return _members(slots), chunks, _members(of_members)
+        return of_members(slots), chunks, of_members(block_tables)
 
     @property
     def decodes_only(self) -> bool:

@@ -22,7 +22,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
-from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
+from mlx_paged.runner.batch import Batch, Layout
+from mlx_paged.runner.batch_tables import FEWEST_COLUMNS, column_bucket, row_bucket
 from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ USES = 3  # steps with drafts and the same number of rows, before a graph for th
 MOST_DRAFT_GRAPHS = 64
 
 Arrays = list[mx.array]
-"""Of one forward: tokens, positions, context lengths; then slots and tables of each member of the
-layer groups; with drafts `cu_seqlens`."""
+"""Of one forward: tokens, positions, context lengths; then slots, tables and shared prefixes of each
+member of the layer groups; with drafts `cu_seqlens`."""
 
 Compute = Callable[[Arrays], Scores]
 Result = TypeVar("Result")
@@ -144,12 +145,13 @@ class CompiledDecode:
             lens, last = mx.pad(lens, more), [mx.pad(first.cu_seqlens, more)]
         arrays = [batch.tokens, first.positions, lens]
         for forward, pieces in zip(batch.forwards, self._pieces, strict=True):
-            assert forward.slot_mapping is not None
-            tables = forward.block_tables
+            assert forward.slot_mapping is not None and forward.shared_prefixes is not None
+            tables, prefixes = forward.block_tables, forward.shared_prefixes
             if last:
                 columns = pieces * column_bucket(tables.shape[1] // pieces)
                 tables = mx.pad(tables, [more, (0, columns - tables.shape[1])])
-            arrays += (forward.slot_mapping, tables)
+                prefixes = mx.pad(prefixes, [(0, 0), more])
+            arrays += (forward.slot_mapping, tables, prefixes)
         scores = self._run(arrays + last)
         return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.padding else scores
 
@@ -231,18 +233,28 @@ class CompiledDecode:
 
     def _plain(self, arrays: Arrays) -> Scores:
         tokens, positions, context_lens, *of_members = arrays
-        slots, tables = of_members[: 2 * len(self._pieces) : 2], of_members[1::2]
+        parts = 3 * len(self._pieces)
+        slots, tables, prefixes = (of_members[first:parts:3] for first in range(3))
         sizes = [t.shape[1] // pieces for t, pieces in zip(tables, self._pieces, strict=True)]
         width, next_offset = min(sizes) * self._block_size, context_lens
         cu_seqlens, chunks = None, list[Chunk]()
-        if len(of_members) > 2 * len(tables):
+        if len(of_members) > parts:
             next_offset, cu_seqlens = positions + 1, of_members[-1]
             # The lengths of the sequences are values of `cu_seqlens`, which a trace does not have.
             chunks = [Chunk(0, 0, 1, positions)] * len(tokens)
         offsets = width, positions, next_offset, cu_seqlens, chunks
         forwards = [
-            Forward(1, positions, slot, table, context_lens, *offsets, is_traced=True)
-            for slot, table in zip(slots, tables, strict=True)
+            Forward(
+                1,
+                positions,
+                slot,
+                table,
+                context_lens,
+                *offsets,
+                shared_prefixes=shared,
+                is_traced=True,
+            )
+            for slot, table, shared in zip(slots, tables, prefixes, strict=True)
         ]
         return Scores.of(self._compute(tokens[:, None], forwards).flatten(0, 1))
 
@@ -254,7 +266,8 @@ class CompiledDecode:
         for member, pieces in enumerate(self._pieces):
             own = None if block is None else block + member
             slot = -1 if own is None else own * (self._block_size // pieces)
-            arrays += (zeros + slot, mx.full((rows, columns * pieces), own or 0, mx.int32))
+            tables = mx.full((rows, columns * pieces), own or 0, mx.int32)
+            arrays += (zeros + slot, tables, mx.zeros((2, rows), mx.int32))
         return arrays
 
     def _one_token(self, run: Compute, block: int) -> tuple[float, list[bytes]]:

@@ -24,7 +24,8 @@ from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
+from mlx_paged.runner.batch import Batch, Layout, PendingTokens
+from mlx_paged.runner.batch_tables import BatchTables
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
 from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
 from mlx_paged.runner.layer_cache import PagedLayerCache
@@ -74,6 +75,7 @@ class ModelRunner:
     Args:
         places: where the K/V of each of the model's layers is in the pool.
         cpu_linear: whether linear layers on a CPU are this package's; None: the default.
+        cascade: whether decodes that begin with the same blocks attend to these together.
         begins_each: begin each forward before the next one is built. All ranks then compute
             collective operations in the same order.
         make_sampler: makes the sampler, also after a failure.
@@ -93,6 +95,7 @@ class ModelRunner:
         pool: KVPool,
         *,
         cpu_linear: bool | None = None,
+        cascade: bool = True,
         begins_each: bool = False,
         make_sampler: Callable[[], Sampler] = Sampler,
     ) -> None:
@@ -116,7 +119,8 @@ class ModelRunner:
         note_errors_on(self)
         self.compiled: CompiledDecode | None = None
         self.why_plain = self._untraceable = profile.untraceable
-        self._tables = BatchTables.of_groups(allocator)
+        self._cascade = cascade
+        self._tables = BatchTables.of_groups(allocator, cascade=cascade)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
@@ -133,7 +137,7 @@ class ModelRunner:
             self.why_plain = compiled.problem(if_faster=wanted is None)
             if self.why_plain is None:
                 self.compiled = compiled
-                self._tables = BatchTables.of_groups(self.allocator, padded=True)
+                self._tables = BatchTables.of_groups(self.allocator, True, self._cascade)
                 return compiled.traces
         return None
 
@@ -170,6 +174,7 @@ class ModelRunner:
         lengths: list[Int32Array] = []
         prompt_scores: list[PromptScores] = []
         for spans, batch in self._batches(step, coming):
+            step.shared_keys += batch.shared_keys
             rows, scores = self._forward(batch)
             if self.begins_each:
                 states = self.states.arrays(batch.seq_ids)
@@ -300,7 +305,7 @@ class ModelRunner:
         self._copied, self._loaded, self.error = [], [], None
         self.sampler = self._make_sampler()
         padded = self.compiled is not None
-        self._tables = BatchTables.of_groups(self.allocator, padded)
+        self._tables = BatchTables.of_groups(self.allocator, padded, self._cascade)
 
     def _begin(self, arrays: list[mx.array]) -> None:
         """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;

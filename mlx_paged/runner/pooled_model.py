@@ -69,6 +69,7 @@ class PoolConfig:
     snapshot_memory: int | None
     compile: bool | None
     cpu_linear: bool | None
+    cascade: bool
     kv_disk: str | PathLike[str] | None
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class PoolConfig:
             self._take(name, integer, 1)
         for name in ("cache_limit", "snapshot_memory"):
             self._take(name, optional_integer, 0)
-        require_flags("Engine", prefix_cache=self.prefix_cache)
+        require_flags("Engine", prefix_cache=self.prefix_cache, cascade=self.cascade)
         require_choices("Engine", compile=self.compile, cpu_linear=self.cpu_linear)
         require_paths("Engine", kv_disk=self.kv_disk)
         can_share = self.prefix_cache or self.kv_disk is None
@@ -208,6 +209,7 @@ class PooledModel:
             self.allocator,
             self.pool,
             cpu_linear=config.cpu_linear,
+            cascade=config.cascade,
         )
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None

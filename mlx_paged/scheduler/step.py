@@ -94,6 +94,7 @@ class Step:
     requests: set[int] = field(default_factory=set)
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
+    shared_keys: int = 0  # that its sequences have in the same blocks as others: each is read once
     extra_seconds: float = 0.0  # that its drafts took before it was launched, and traces
     # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
