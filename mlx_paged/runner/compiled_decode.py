@@ -34,8 +34,8 @@ USES = 3  # steps with drafts and the same number of rows, before a graph for th
 MOST_DRAFT_GRAPHS = 64
 
 Arrays = list[mx.array]
-"""Of one forward: tokens, positions, context lengths; then slots, tables and shared prefixes of each
-member of the layer groups; with drafts `cu_seqlens`."""
+"""Of one forward: tokens, positions, context lengths; then slots, tables and shared prefixes of
+each member of the layer groups; with drafts `cu_seqlens`."""
 
 Compute = Callable[[Arrays], Scores]
 Result = TypeVar("Result")

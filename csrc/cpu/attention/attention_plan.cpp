@@ -72,11 +72,13 @@ void AttentionPlan::share_splits(const AttentionArgs& args) {
     const auto& [data, strides] = args.shared_prefixes;
     return data[row * strides[0] + i * strides[1]];
   };
+  // Many rows of a quantized pool would give other bits than few.
+  const int32_t most_rows = args.k_scales.data ? kPackedRows - 1 : kMaxRows;
   std::vector<int32_t> run;
   for (int32_t begin = 0; begin + kMinShared <= last; begin += kSplitKeys) {
     int32_t common = 0;
     const auto end_run = [&] {
-      share(begin / kSplitKeys, common, run, args.num_kv_heads);
+      share(begin / kSplitKeys, common, run, args.num_kv_heads, most_rows);
       run.clear();
     };
     for (int32_t i = 0; i < args.batch; ++i) {
@@ -88,8 +90,8 @@ void AttentionPlan::share_splits(const AttentionArgs& args) {
       if (same < begin + kMinShared) {
         end_run();
       }
+      common = run.empty() ? seen : std::min(common, same);
       if (seen >= begin + kMinShared && keys.begin < begin + kSplitKeys) {
-        common = run.empty() ? seen : std::min(common, same);
         run.push_back(firsts[sequence]);
       }
     }
@@ -100,13 +102,13 @@ void AttentionPlan::share_splits(const AttentionArgs& args) {
 // Lets sequences, of which `firsts` are the first tiles, share a split: as many rows together as a
 // tile can have.
 void AttentionPlan::share(int32_t split, int32_t common, std::span<const int32_t> firsts,
-                          int32_t num_heads) {
+                          int32_t num_heads, int32_t most_rows) {
   const auto num_tiles = static_cast<int32_t>(firsts.size());
-  if (num_tiles < 2) {
+  if (num_tiles < 2 || most_rows < 2 * tiles_[firsts[0]].span.count) {
     return;
   }
   for (int32_t head = 0; head < num_heads; ++head) {
-    const int32_t most = kMaxRows / std::max(1, tiles_[firsts[0] + head].span.count);
+    const int32_t most = most_rows / std::max(1, tiles_[firsts[0] + head].span.count);
     const int32_t num_parts = (num_tiles + most - 1) / most;
     for (int32_t part = 0; part < num_parts; ++part) {
       const auto member = static_cast<int32_t>(members_.size());
