@@ -171,9 +171,9 @@ class ModelRunner:
         prompt_scores: list[PromptScores] = []
         for spans, batch in self._batches(step, coming):
             rows, scores = self._forward(batch)
-            if self.begins_each:
+            if self.begins_each or batch.scored:
                 states = self.states.arrays(batch.seq_ids)
-                self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled)])
+                self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled or batch.scored)])
             if self._is_recurrent:
                 for span in spans:
                     for snapshot in span.snapshots:
@@ -194,7 +194,6 @@ class ModelRunner:
             pending += self.states.arrays([request.id for request in step.everyone])
             pending += self._copied
             self._copied = []
-        pending += [array for each in prompt_scores for array in each.arrays]
         launched = LaunchedStep(requests, None, pending, prompt_scores)
         if requests:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
