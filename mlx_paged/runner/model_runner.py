@@ -172,8 +172,8 @@ class ModelRunner:
         for spans, batch in self._batches(step, coming):
             rows, scores = self._forward(batch)
             if self.begins_each or batch.scored:
-                states = self.states.arrays(batch.seq_ids)
-                self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled or batch.scored)])
+                states, is_read = self.states.arrays(batch.seq_ids), batch.num_sampled_rows > 0
+                self._begin([*self.pool.handles(), *states, *[rows] * is_read])
             if self._is_recurrent:
                 for span in spans:
                     for snapshot in span.snapshots:

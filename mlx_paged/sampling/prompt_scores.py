@@ -44,7 +44,7 @@ class PromptScores:
                 request.prompt_logprobs[position + 1] = PromptLogprob(logprob, rank, kept)
 
 
-def scored(logits: mx.array, tokens: Sequence[int], wanted: int) -> list[tuple[Any, ...]]:
+def scored(logits: mx.array, tokens: list[int], wanted: int) -> list[tuple[Any, ...]]:
     """For each row of logits the log-probability and the rank of its token; if any are `wanted`,
     that many of the most likely tokens and their log-probabilities. All are evaluated."""
     logits, targets = logits.astype(mx.float32), mx.array(tokens)[:, None]
