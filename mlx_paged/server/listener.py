@@ -50,8 +50,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Listens on `address`, host and port, from its construction on. Raises OSError if the address
-    is in use, or a file of TLS cannot be read."""
+    """Listens on `address`, host and port, from its construction on. Raises ValueError if it cannot,
+    OSError if a file of TLS cannot be read."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.models = models
@@ -74,7 +74,14 @@ class Server(uvicorn.Server):
         config.load()
         super().__init__(config)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        self.listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
+        here = args.host, args.port
+        try:
+            self.listener = socket.create_server(here, family=family, backlog=2048)
+        except OSError as error:
+            why = str(error.strerror).partition(" (while")[0]
+            expected = "an address of this machine and a free port; --port 0 takes one"
+            given = "--host {} --port {}".format(*here)
+            raise ValueError(f"{given}: {why}: expected {expected}") from error
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
 
     def run(self, sockets: Any = None) -> None:

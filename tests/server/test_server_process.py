@@ -197,12 +197,14 @@ def test_nothing_from_the_network_is_unpickled():
 
 def test_what_cannot_be_served_is_reported_in_one_line(server, tmp_path, capsys):
     taken = str(server.address[1])
+    near, far = f"--host 127.0.0.1 --port {taken}: ", "--host 203.0.113.9 --port 0: "
     for flags, message in (
         (["--model", "/nowhere"], "model /nowhere: no such directory"),
         (["--model", str(tmp_path)], f"model {tmp_path}: cannot be loaded (FileNotFoundError"),
         (["--adapter-path", "/nowhere"], "adapter /nowhere: no such directory"),
         (["--use-default-chat-template"], "has no attribute default_chat_template"),
-        (["--port", taken, "--kv-memory", "0.05"], "Address already in use"),
+        (["--port", taken, "--kv-memory", "0.05"], f"{near}Address already in use: expected an"),
+        (["--host", "203.0.113.9", "--kv-memory", "0.05"], f"{far}Cannot assign requested address"),
         (["--kv-memory", "1e-9"], "expected at least"),
     ):
         threads = threading.active_count()
