@@ -50,8 +50,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Listens on `address`, host and port, from its construction on. Raises ValueError if it cannot,
-    OSError if a file of TLS cannot be read."""
+    """Listens on `address`, host and port, from its construction on. Raises ValueError if it
+    cannot, OSError if a file of TLS cannot be read."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.models = models
