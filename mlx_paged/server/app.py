@@ -71,6 +71,7 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     app.state.args, app.state.models = args, models
     app.state.metrics = ServerMetrics(models)
     app.state.created = int(time.time())
+    app.state.forced = False  # to stop without an end of open answers
     app.state.seen = set[str]()  # unknown fields that the log has named
     app.user_middleware.append(Middleware(_guarded, args=args, metrics=app.state.metrics))
     if args.allowed_origins:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import resource
 import socket
+from types import FrameType
 from typing import Any
 
 import h11
@@ -56,8 +57,9 @@ class Server(uvicorn.Server):
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.models = models
         self._drain_s = args.drain_seconds
+        self.app = make_app(args, models)
         config = uvicorn.Config(
-            make_app(args, models),
+            self.app,
             http=Connection,
             ws="none",
             lifespan="on",
@@ -87,6 +89,15 @@ class Server(uvicorn.Server):
     def run(self, sockets: Any = None) -> None:
         """Answer requests until a signal comes or `should_exit` is set, then drain."""
         super().run([self.listener])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second SIGINT closes all connections: uvicorn would wait for them."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            self.app.state.forced = True
+            loop = asyncio.get_running_loop()
+            for connection in list(self.server_state.connections):
+                loop.call_soon_threadsafe(connection.transport.abort)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish open answers; when the time to drain is over, end them with an error."""
