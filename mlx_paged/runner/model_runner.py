@@ -171,9 +171,11 @@ class ModelRunner:
         prompt_scores: list[PromptScores] = []
         for spans, batch in self._batches(step, coming):
             rows, scores = self._forward(batch)
+            own = rows if batch.logits_of is None else rows[batch.logits_of]
             if self.begins_each or batch.scored:
-                states, is_read = self.states.arrays(batch.seq_ids), batch.num_sampled_rows > 0
-                self._begin([*self.pool.handles(), *states, *[rows] * is_read])
+                states = self.states.arrays(batch.seq_ids)
+                read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
+                self._begin([*self.pool.handles(), *states, *read])
             if self._is_recurrent:
                 for span in spans:
                     for snapshot in span.snapshots:
@@ -182,7 +184,7 @@ class ModelRunner:
                 prompt_scores.append(PromptScores(batch.scored, rows))
             if batch.sampled:
                 requests += batch.sampled
-                logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
+                logits.append(own)
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
         step.extra_seconds += self._trace_seconds - traced

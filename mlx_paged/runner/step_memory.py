@@ -53,9 +53,9 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
     alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + max(gathered, partials)))
     states = STEPS * max_running * profile.state_bytes
-    of_scores = max_running + prompt_scores.ARRAYS * prompt_scores.PART  # no sampler runs then
-    logits = 4 * max(OF_LOGITS * max_running, of_scores) + item * MOST_SCORED
-    return alive * item + states + logits * vocab
+    # While prompts are scored, no sampler runs, but what it will read is there twice.
+    scored = item * (MOST_SCORED + 2 * max_running) + 4 * prompt_scores.ARRAYS * prompt_scores.PART
+    return alive * item + states + max(4 * OF_LOGITS * max_running, scored) * vocab
 
 
 def partial_bytes(profile: ModelProfile, chunk: int, num_decodes: int) -> int:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_paged.request import PromptLogprob, Request
 from mlx_paged.sampling.sampler import most_likely
 
-PART = 8
+PART = 6
 """Rows of logits that are scored at once."""
 
 ARRAYS = 10
