@@ -160,6 +160,27 @@ def test_steps_have_few_rows_of_logits(llama, monkeypatch):
     assert rows == [30] and engine.stats.steps == before + 1
 
 
+@pytest.mark.parametrize("message", ["a bug", "[METAL] Command buffer execution failed: x"])
+def test_a_part_that_fails_is_computed_again(llama, monkeypatch, message):
+    """While the step before it is under way, whose tokens count if the device has not failed."""
+    calls, original = [], prompt_scores.scored
+
+    def fails_once(*arguments):
+        calls.append(1)
+        if len(calls) == 15:  # in the second step
+            raise RuntimeError(message)
+        return original(*arguments)
+
+    monkeypatch.setattr(prompt_scores, "scored", fails_once)
+    engine = make_engine(llama)
+    done = engine.generate(PROMPTS, max_tokens=3, prompt_logprobs=0)
+    plain = make_engine(llama).generate(PROMPTS, max_tokens=3)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        assert_scores(llama, prompt, completion)
+    assert engine.stats.faults == 1 and engine.manager.blocks_in_use == 0
+
+
 @pytest.mark.parametrize("count", [0, 5])
 def test_a_step_takes_no_more_memory_than_is_counted(monkeypatch, count):
     model = tiny_model("llama", vocab_size=60_000)
