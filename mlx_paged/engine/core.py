@@ -67,7 +67,7 @@ class EngineCore:
         self.device_faults = 0
         self.grammars = Grammars(tokenizer, vocab_size)
         self._encode = PromptEncoder(tokenizer, vocab_size)
-        self._clock = clock
+        self._clock = scheduler.clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
         self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, fast_forward)
         self._outputs = OutputProcessor(tokenizer, clock)

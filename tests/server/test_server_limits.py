@@ -206,6 +206,15 @@ def test_origins_and_hosts_may_be_allowed():
             found, sent, _ = exchange(server, "OPTIONS", "/v1/completions", headers=headers)
             assert found == status
             assert sent["Access-Control-Allow-Origin"] == ("http://b" if status == 200 else None)
+        for key, status in (("secret", 200), ("wrong", 401)):
+            headers = {"Host": "example.com", "Origin": "http://a", "X-Api-Key": key}
+            body = {"prompt": "a", "max_tokens": 1, "extra": 1}
+            found, sent, _ = post(server, body, headers=headers)
+            assert found == status
+            readable = sent["Access-Control-Expose-Headers"].split(", ")
+            assert {"x-request-id", "request-id", "x-ignored-fields", "retry-after"} == {*readable}
+            assert sent["x-request-id"] == sent["request-id"]
+            assert sent["x-ignored-fields"] == ("extra" if status == 200 else None)
 
 
 REFUSED = {
