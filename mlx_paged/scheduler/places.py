@@ -38,6 +38,7 @@ class Places:
         rewinds: bool = True,
         # How many snapshots of recurrent states are kept; 0: no prefix is shared.
         max_snapshots: int = 0,
+        clock: Callable[[], float] = time.perf_counter,  # of the engine, too
         scores: bool = True,  # whether the runner can compute log-probabilities of prompt tokens
     ) -> None:
         self.allocator = allocator
@@ -46,8 +47,7 @@ class Places:
         self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
         self.victims = victims
         self.watermark = watermark
-        self._scores = scores
-        self.clock: Callable[[], float] = time.perf_counter  # an engine sets its own
+        self.clock, self._scores = clock, scores
         self.rewinds = rewinds
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:

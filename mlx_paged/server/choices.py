@@ -137,8 +137,9 @@ class CompletionChoice:
         if self._fields["logprobs"] and output.token is not None:
             described = self._described(output.token, output.logprob, output.top_logprobs)
             delta.logprobs.append(described)
-            self._offsets.text += output.text
-            self._starts.append(self._offsets.of(described["token"], output.text))
+            if "messages" not in self._fields:
+                self._offsets.text += output.text
+                self._starts.append(self._offsets.of(described["token"], output.text))
         return delta
 
     def entry(self, delta: Delta) -> dict[str, Any]:

@@ -55,11 +55,11 @@ def make_engine(
     few_sizes: bool = False,
 ) -> tuple[EngineCore, FakeClock]:
     clock = FakeClock()
-    options = {"max_stall": max_stall, "few_sizes": few_sizes}
+    options = {"max_stall": max_stall, "few_sizes": few_sizes, "clock": clock}
     scheduler = Scheduler(BlockAllocator(8000, 16), 16, prefill_chunk, **options)
     stats = EngineStats(16, 1, 8000)
     machine = FakeMachine(clock)
-    return EngineCore(scheduler, machine, stats, lookahead=lookahead, clock=clock), clock
+    return EngineCore(scheduler, machine, stats, lookahead=lookahead), clock
 
 
 def run_streams_and_a_long_prompt(
