@@ -147,8 +147,9 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     vec<half, 2> own_scales[GROUPS];
     if (HAS_SCALES) {
       const int place = is_valid ? block * BLOCK_SIZE + slot : -1;
-      k_scale = float(read_scales<K>(k_scales + kv_head * p.k_scales_strides[0], place, 0,
-                                     p.k_scales_strides[1], p.k_scales_strides[2])[0]);
+      const vec<half, 2> of_key = read_scales<K>(k_scales + kv_head * p.k_scales_strides[0], place,
+                                                 0, p.k_scales_strides[1], p.k_scales_strides[2]);
+      k_scale = float(of_key[0]);
       const device half* head = v_scales + kv_head * p.v_scales_strides[0];
       UNROLL
       for (int g = 0; g < GROUPS; g++) {
