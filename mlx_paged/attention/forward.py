@@ -20,7 +20,7 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
-from mlx_paged.kv.pool import KVPool, head_runs
+from mlx_paged.kv.pool import HeadRuns, KVPool, head_runs
 from mlx_paged.kv.shapes import KVShape
 
 PATHS = "paged", "gather"
@@ -181,14 +181,7 @@ class Forward:
     row_tables: mx.array | None = None
     is_read: bool = True  # whether the output of attention is used
     is_traced: bool = False  # ``mx.compile`` traces the forward, which nothing differentiates
-    _runs: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, init=False)
-
-    def runs(self, tables: mx.array, n_kv_heads: int) -> mx.array:
-        """:func:`head_runs` of block tables. Layers that ask one after the other share them."""
-        latest = self._runs.get(n_kv_heads)
-        if latest is None or latest[0] is not tables:
-            latest = self._runs[n_kv_heads] = tables, head_runs(tables, n_kv_heads)
-        return latest[1]
+    runs: HeadRuns = field(default_factory=HeadRuns, init=False)
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
@@ -244,7 +237,7 @@ class LayerView(AttendingCache):
     def _gathered(self, cache: mx.array) -> mx.array:
         forward = self.forward
         tables = forward.block_tables if forward.row_tables is None else forward.row_tables
-        runs = forward.runs(tables, cache.shape[0])
+        runs = forward.runs.of(tables, cache.shape[0])
         found = ops.gather_blocks(cache, tables, forward.max_context, runs)
         return found if forward.held is None else mx.where(forward.held, found, 0)
 
@@ -372,10 +365,8 @@ class LayerView(AttendingCache):
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
         num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
-        runs = self.forward.runs(tables, self.shape.n_kv_heads)
-        k, v = self.pool.read(
-            self.layer, lambda cache: ops.gather_blocks(cache, tables, num_keys, runs)
-        )
+        wanted = tables, num_keys, self.forward.runs.of(tables, self.shape.n_kv_heads)
+        k, v = self.pool.read(self.layer, lambda cache: ops.gather_blocks(cache, *wanted))
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
         mask = causal_mask(queries, num_keys, query.window)
         v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN

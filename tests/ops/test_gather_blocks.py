@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.kv.pool import head_runs
+from mlx_paged.kv.pool import HeadRuns, head_runs
 
 RNG = np.random.default_rng(0)
 
@@ -57,6 +57,14 @@ def test_tokens_come_in_the_order_of_the_tables(layout, num_heads, head_dim, num
 def test_what_cannot_be_gathered_is_refused(cache, tables, num_tokens, message):
     with pytest.raises(ValueError, match=message):
         _ext.gather_blocks(mx.zeros(cache), mx.zeros(tables, mx.int32), num_tokens)
+
+
+def test_layers_share_runs_until_the_tables_are_others():
+    shared, first, second = HeadRuns(), mx.array([[3, 1]]), mx.array([[0, 2]])
+    runs = shared.of(first, 2)
+    assert runs is shared.of(first, 2) and runs.tolist() == [[[6, 2], [7, 3]]]
+    assert shared.of(first, 1).tolist() == [[[3, 1]]] and runs is shared.of(first, 2)
+    assert shared.of(second, 2).tolist() == [[[0, 4], [1, 5]]]
 
 
 def test_runs_of_other_tables_are_refused():
