@@ -39,7 +39,7 @@ class StepView(LayerView):
         """Write K/V, and return handles as `keys_and_values`; None if one call cannot do both."""
         step = self.forward
         tables = step.block_tables
-        runs = step.runs.of(tables, self.shape.n_kv_heads)
+        runs = step.runs(tables, self.shape.n_kv_heads)
         read = step.slot_mapping, tables, step.max_context, step.held, runs
         gathered = self.pool.append(KVHandle, self.layer, keys, values, *read)
         if gathered is None:

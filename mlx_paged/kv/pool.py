@@ -308,24 +308,9 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
 
 
 def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
-    """The index of each head's part of each block, ``[..., n_kv_heads, n]``, in an array of the
-    pool whose blocks and heads are one axis. `block_ids` are the blocks in logical order,
-    ``[..., n]``."""
-    return block_ids[..., None, :] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
-
-
-class HeadRuns:
-    """:func:`head_runs` of block tables, which layers that ask one after the other share."""
-
-    def __init__(self) -> None:
-        self._latest: dict[int, tuple[mx.array, mx.array]] = {}  # tables and runs, by heads
-
-    def of(self, tables: mx.array, n_kv_heads: int) -> mx.array:
-        tables_of, runs = self._latest.get(n_kv_heads, (None, None))
-        if runs is None or tables_of is not tables:
-            runs = head_runs(tables, n_kv_heads)
-            self._latest[n_kv_heads] = tables, runs
-        return runs
+    """The index of each head's part of each block, ``[n_kv_heads, n]``, in an array of the pool
+    whose blocks and heads are one axis. `block_ids` are the blocks in logical order, ``[n]``."""
+    return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 
 def _gather_heads(cache: mx.array, runs: mx.array) -> mx.array:

@@ -5,9 +5,15 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.kv.pool import HeadRuns, head_runs
+from mlx_paged.attention.forward import Forward
+from mlx_paged.kv.pool import head_runs
 
 RNG = np.random.default_rng(0)
+
+
+def runs_of(tables: mx.array, num_heads: int) -> mx.array:
+    return mx.stack([head_runs(table, num_heads) for table in tables])
+
 
 LAYOUTS = {  # how the cache [H, N, S, D] lies in memory
     "of a pool": lambda cache: mx.contiguous(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3),
@@ -34,11 +40,11 @@ def test_tokens_come_in_the_order_of_the_tables(layout, num_heads, head_dim, num
 
     @mx.compile
     def traced(stored: mx.array, tables: mx.array) -> mx.array:
-        return _ext.gather_blocks(stored, tables, num_tokens, head_runs(tables, num_heads))
+        return _ext.gather_blocks(stored, tables, num_tokens, runs_of(tables, num_heads))
 
     for out in (
         _ext.gather_blocks(stored, tables, num_tokens),
-        _ext.gather_blocks(stored, tables, num_tokens, head_runs(tables, num_heads)),
+        _ext.gather_blocks(stored, tables, num_tokens, runs_of(tables, num_heads)),
         traced(stored, tables),
     ):
         assert out.shape == (5, num_heads, num_tokens, head_dim)
@@ -60,17 +66,18 @@ def test_what_cannot_be_gathered_is_refused(cache, tables, num_tokens, message):
 
 
 def test_layers_share_runs_until_the_tables_are_others():
-    shared, first, second = HeadRuns(), mx.array([[3, 1]]), mx.array([[0, 2]])
-    runs = shared.of(first, 2)
-    assert runs is shared.of(first, 2) and runs.tolist() == [[[6, 2], [7, 3]]]
-    assert shared.of(first, 1).tolist() == [[[3, 1]]] and runs is shared.of(first, 2)
-    assert shared.of(second, 2).tolist() == [[[0, 4], [1, 5]]]
+    first, second, zeros = mx.array([[3, 1]]), mx.array([[0, 2]]), mx.zeros((1,), mx.int32)
+    forward = Forward(1, zeros, zeros, first, zeros, 8, 0, 1)
+    runs = forward.runs(first, 2)
+    assert runs is forward.runs(first, 2) and runs.tolist() == [[[6, 2], [7, 3]]]
+    assert forward.runs(first, 1).tolist() == [[[3, 1]]] and runs is forward.runs(first, 2)
+    assert forward.runs(second, 2).tolist() == [[[0, 4], [1, 5]]]
 
 
 def test_runs_of_other_tables_are_refused():
     tables = mx.zeros((5, 3), mx.int32)
     with pytest.raises(ValueError, match=r"head_runs has shape \(5, 1, 3\): expected \(5, 2, 3\)"):
-        _ext.gather_blocks(mx.zeros((2, 6, 4, 8)), tables, 1, head_runs(tables, 1))
+        _ext.gather_blocks(mx.zeros((2, 6, 4, 8)), tables, 1, runs_of(tables, 1))
 
 
 class Tagged(mx.array):
