@@ -164,7 +164,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     // dropped. In a tile without ends it begins a run of keys of its block.
     const bool has_all = base >= begin && base + LANES <= end;
     const uint number = uint(block) * uint(BLOCK_SIZE) + uint(slot);
-    const uint seen = simd_min(is_valid ? number : NOWHERE);
+    const uint seen = simd_min(is_valid ? number : uint(NOWHERE));
     const int own_block = is_valid ? block : int(seen / uint(BLOCK_SIZE));
     const int own_slot = is_valid ? slot : int(seen % uint(BLOCK_SIZE));
     const uint k_offset = slot_offset<K>(own_block, own_slot, p.k_strides[1], p.k_strides[2]);
