@@ -211,6 +211,7 @@ class TickRecorder:
         tick.sampled = len(result.choices)
         tick.kv_bytes_read = reads.kv_bytes
         tick.blocks_touched = reads.blocks
+        tick.shared_keys = step.shared_keys
         seconds = result.seconds + tick.gc_ms / 1000
         stats.steps += 1
         stats.seconds += seconds
@@ -224,6 +225,7 @@ class TickRecorder:
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
         stats.blocks_touched += tick.blocks_touched
+        stats.shared_keys += tick.shared_keys
 
     def _record_levels(self, tick: Tick) -> None:
         """Current levels, and how much the counters grew since the tick before."""

@@ -103,6 +103,7 @@ class EngineStats:
     evictions: int = 0
     kv_bytes_read: int = 0
     blocks_touched: int = 0
+    shared_keys: int = 0
     blocks_in_use: int = 0
     peak_blocks_in_use: int = 0
     peak_running: int = 0

@@ -76,6 +76,7 @@ class Tick:
     # K/V that attention must read, over all layers and within each layer's window. A kernel may
     # read more.
     kv_bytes_read: int = 0
+    shared_keys: int = 0  # keys that a sequence has in the same blocks as another one of the step
     faults: int = 0  # steps that failed
     # These are None unless profiling. They include garbage collections.
     gather_ms: float | None = None  # gathering the contexts of chunks

@@ -119,8 +119,8 @@ class ModelRunner:
         note_errors_on(self)
         self.compiled: CompiledDecode | None = None
         self.why_plain = self._untraceable = profile.untraceable
-        self._cascade = cascade
-        self._tables = BatchTables.of_groups(allocator, cascade=cascade)
+        self._cascade = cascade and pool.n_layers > 0
+        self._tables = BatchTables.of_groups(allocator, cascade=self._cascade)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these

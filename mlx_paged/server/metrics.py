@@ -35,6 +35,7 @@ COUNTERS = {  # by the name of their field in the engine's statistics
     "decode_tokens": "Tokens computed in decodes.",
     "generation_tokens": "Tokens generated.",
     "kv_bytes_read": "Bytes of K/V that attention had to read.",
+    "shared_keys": "Keys of a step that two of its sequences have in the same blocks.",
     "cow_clones": "Blocks copied on write.",
     "evictions": "Cached blocks that were reused.",
     "preemptions": "Sequences that were preempted.",

@@ -132,7 +132,9 @@ def test_shared_keys_are_read_from_one_table(count):
     prefixes = mx.array(np.stack([order, [0] + [common] * (count - 1)]).astype(np.int32))
     tables = np.array(case.block_tables)
     out, _ = attend(case, shared_prefixes=prefixes)
-    parts = np.array_split(order, -(-count * 2 // 64))  # rows of a KV head that fit together
+    num_parts = -(-count * 2 // 64)  # rows of a KV head that fit together
+    size = count // num_parts + (num_parts > 1)
+    parts = [order[i : i + size] for i in range(0, count, size)]
     for part in parts:
         tables[part, : SPLIT // 16] = tables[part[0], : SPLIT // 16]
     mixed = replace(case, block_tables=mx.array(tables))
@@ -165,6 +167,35 @@ def test_a_wrong_argument_is_refused(prefixes, message):
         attend(case, shared_prefixes=prefixes)
 
 
+@pytest.mark.parametrize(
+    "seed", [s if s < 8 else pytest.param(s, marks=pytest.mark.slow) for s in range(200)]
+)
+def test_random_trees_of_ragged_batches(seed):
+    """Many sequences with 1 to 9 tokens each: some do not fit with the others and are alone."""
+    rng = np.random.default_rng([seed, 9])
+    count = int(rng.integers(2, 45))
+    contexts = rng.integers(20, 3 * SPLIT, count).tolist()
+    heads = int(rng.choice([1, 2]))
+    case = random_case(
+        contexts,
+        num_kv_heads=heads,
+        num_heads=heads * int(rng.choice([1, 2, 4])),
+        head_dim=32,
+        dtype=FLOATS[seed % 3],
+        options=rng.choice(["window_21", "window_large", "sinks", "softcap"], 1).tolist(),
+        seed=seed,
+    )
+    prefixes = shared(case, rng)
+    lengths = rng.choice([1, 1, 1, 2, 5, 9], count)
+    begins = mx.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    shape = int(lengths.sum()), case.q.shape[1], case.q.shape[3]
+    q = mx.random.normal(shape, key=mx.random.key(seed)).astype(case.q.dtype)
+    arrays = q, [case.k_cache], [case.v_cache], case.block_tables, case.context_lens, begins
+    alone = ops.paged_attention_varlen(*arrays, **case.options)
+    together = ops.paged_attention_varlen(*arrays, **case.options, shared_prefixes=prefixes)
+    assert mx.array_equal(alone, together) and not mx.isnan(alone).any()
+
+
 def test_ragged_batches():
     """Decodes, drafts and a chunk, of which the first three share blocks."""
     lengths = [1, 1, 4, 40]
@@ -182,7 +213,5 @@ def test_ragged_batches():
     assert prefixes[1].tolist() == [0, 576, 576, 576]
     assert mx.array_equal(alone, ops.paged_attention_varlen(*arrays, shared_prefixes=prefixes))
     own = mx.array(np.where(np.arange(tables.shape[1]) < 36, tables[0], tables[3]))[None]
-    single = ops.paged_attention(
-        q[6:].transpose(1, 0, 2)[None], *pool, own, case.context_lens[3:]
-    )
+    single = ops.paged_attention(q[6:].transpose(1, 0, 2)[None], *pool, own, case.context_lens[3:])
     assert mx.array_equal(single[0].transpose(1, 0, 2), alone[6:])

@@ -89,11 +89,13 @@ class AttentionRun {
   void shared(const SharedSplit& shared) const {
     thread_local Workspace space;
     const auto members = plan_.members(shared);
-    const RowSpan& first = plan_.tile(members[0]).span;
-    const int32_t num_rows[] = {static_cast<int32_t>(members.size()) * first.count};
-    space.reserve(args_, num_rows);
+    int32_t num_rows = 0;
+    for (const int32_t member : members) {
+      num_rows += plan_.tile(member).span.count;
+    }
+    space.reserve(args_, {&num_rows, 1});
     RowTile& all = space.tiles[0];
-    all = empty_tile(args_, first, space.q[0]);
+    all = empty_tile(args_, plan_.tile(members[0]).span, space.q[0]);
     for (const int32_t member : members) {
       add_rows(args_, plan_.groups(), plan_.tile(member).span, all);
     }

@@ -99,29 +99,54 @@ void AttentionPlan::share_splits(const AttentionArgs& args) {
   }
 }
 
-// Lets sequences, of which `firsts` are the first tiles, share a split: as many rows together as a
-// tile can have.
+// Lets sequences, of which `firsts` are the first tiles, share a split, in parts that have about as
+// many rows each. A tile that is alone in one split is so in all later ones.
 void AttentionPlan::share(int32_t split, int32_t common, std::span<const int32_t> firsts,
                           int32_t num_heads, int32_t most_rows) {
-  const auto num_tiles = static_cast<int32_t>(firsts.size());
-  if (num_tiles < 2 || most_rows < 2 * tiles_[firsts[0]].span.count) {
+  for (int32_t head = 0; head < num_heads; ++head) {
+    int32_t num_rows = 0, longest = 0;
+    for (const int32_t first : firsts) {
+      num_rows += tiles_[first + head].span.count;
+      longest = std::max(longest, tiles_[first + head].span.count);
+    }
+    const int32_t num_parts = std::max(1, (num_rows + most_rows - 1) / most_rows);
+    const int32_t limit = std::min(most_rows, num_rows / num_parts + longest);
+    auto begin = static_cast<int32_t>(members_.size());
+    int32_t rows = 0;
+    const auto end_part = [&] {
+      end_members(split, common, begin);
+      begin = static_cast<int32_t>(members_.size());
+      rows = 0;
+    };
+    for (const int32_t first : firsts) {
+      const PlannedTile& tile = tiles_[first + head];
+      if (tile.first_split() + tile.num_shared < split) {
+        continue;
+      }
+      if (rows + tile.span.count > limit) {
+        end_part();
+      }
+      members_.push_back(first + head);
+      rows += tile.span.count;
+    }
+    end_part();
+  }
+}
+
+// Members from `begin` on share a split, if there are several.
+void AttentionPlan::end_members(int32_t split, int32_t common, int32_t begin) {
+  const int32_t num_members = static_cast<int32_t>(members_.size()) - begin;
+  if (num_members < 2) {
+    members_.resize(begin);
     return;
   }
-  for (int32_t head = 0; head < num_heads; ++head) {
-    const int32_t most = most_rows / std::max(1, tiles_[firsts[0] + head].span.count);
-    const int32_t num_parts = (num_tiles + most - 1) / most;
-    for (int32_t part = 0; part < num_parts; ++part) {
-      const auto member = static_cast<int32_t>(members_.size());
-      KeyRange keys = {common, common};
-      for (int32_t i = part * num_tiles / num_parts; i < (part + 1) * num_tiles / num_parts; ++i) {
-        PlannedTile& tile = tiles_[firsts[i] + head];
-        members_.push_back(firsts[i] + head);
-        ++tile.num_shared;
-        keys.begin = std::min(keys.begin, std::max(split * kSplitKeys, tile.keys.begin));
-      }
-      shared_.push_back({split, keys, member, static_cast<int32_t>(members_.size()) - member});
-    }
+  KeyRange keys = {common, common};
+  for (int32_t i = begin; i < begin + num_members; ++i) {
+    PlannedTile& tile = tiles_[members_[i]];
+    ++tile.num_shared;
+    keys.begin = std::min(keys.begin, std::max(split * kSplitKeys, tile.keys.begin));
   }
+  shared_.push_back({split, keys, begin, num_members});
 }
 
 void AttentionPlan::place_partials() {

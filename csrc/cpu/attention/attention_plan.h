@@ -99,6 +99,7 @@ class AttentionPlan {
   void share_splits(const AttentionArgs& args);
   void share(int32_t split, int32_t common, std::span<const int32_t> firsts, int32_t num_heads,
              int32_t most_rows);
+  void end_members(int32_t split, int32_t common, int32_t begin);
   void place_partials();
   void add_items();
   int32_t tiles_together(int32_t first, int64_t max_tiles) const;

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
+from mlx_paged.runner.batch_tables import BatchTables
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.step import SampledToken, Span, Step
@@ -218,12 +219,14 @@ class FakeRunner:
         self._clock = clock
         self._rng = rng
         self._queue: deque[FakeLaunch | FakeTransfer] = deque()
+        self._prefixes = BatchTables.of_groups(allocator, cascade=True)  # kept from step to step
 
     def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, State):
                 snapshot.states = State(*json.loads(bytes(snapshot.states)))
             self.states[request.id] = snapshot.states
+        step.shared_keys = self._shared_keys([span.request.id for span in step.spans])
         spans = [
             self._span(piece, wave, before)
             for span in step.spans
@@ -235,6 +238,19 @@ class FakeRunner:
         if self._rng.random() < 0.3:
             self._compute_until(launch)
         return launch
+
+    def _shared_keys(self, seq_ids: list[int]) -> int:
+        """How many keys are said to be shared; notes a violation if the blocks are not the same."""
+        most = 0
+        for tables in self._prefixes if len(seq_ids) > 1 else []:
+            (order, common), num_keys = tables.shared_prefixes(seq_ids, 0)
+            most = max(most, num_keys)
+            rows = [self.allocator.table(seq_ids[i], tables.group) for i in order.tolist()]
+            for before, row, keys in zip(rows, rows[1:], common.tolist()[1:], strict=False):
+                first = slice(keys // self.allocator.block_size)
+                if before[first].tolist() != row[first].tolist() or len(row) < first.stop:
+                    self.pool.violations.append(f"{keys} keys are not those of {before} and {row}")
+        return most
 
     def transfer(self, stores: list[BlockTransfer], loads: list[BlockTransfer]) -> None:
         copies = [replace(stored) for stored in stores]

@@ -44,7 +44,7 @@ from tests.support.simulation.structured_calls import (
 COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
-    *("drafts", "accepted_drafts", "restored", "overtakes", "near_ties"),
+    *("drafts", "accepted_drafts", "restored", "overtakes", "near_ties", "shared_keys"),
     *("lives", "stored", "fetched", "dropped", "valid", "plans"),
     *("mismatches", "violations", "leaked_blocks", "failures"),
 )

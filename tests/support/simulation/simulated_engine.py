@@ -108,6 +108,7 @@ class Simulation:
         self.counts["preemptions"] = scheduler.num_preemptions
         self.counts["overtakes"] = self.turns.num_overtakes
         self.counts["cow_clones"] = scheduler.allocator.store.cow_clones
+        self.counts["shared_keys"] = self.engine.stats.shared_keys
         if scheduler.speculation is not None:
             self.counts["drafts"] = scheduler.speculation.num_drafted
             self.counts["accepted_drafts"] = scheduler.speculation.num_accepted

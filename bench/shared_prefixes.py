@@ -1,0 +1,208 @@
+"""What it gains that sequences which begin with the same blocks attend to these together.
+
+Two measurements, each in turns with and without: the op on one new token of each sequence, and an
+engine that serves agents with one system prompt, then samples of one prompt.
+
+    python -m bench.shared_prefixes --heads 32:8:128 --dtypes bfloat16 --only op
+    python -m bench.shared_prefixes --model smollm2-bfloat16 --only served
+"""
+
+import argparse
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from bench.command import GIB, add_model, add_rounds, make_parser, print_result, table
+from bench.machine import check_machine, machine_text, measure_read
+from bench.models import named_model, random_prompts
+from bench.paged_attention.cases import DTYPES, HeadCounts
+from mlx_paged import Engine, SamplingParams, ops
+from mlx_paged.cli import COUNT
+from mlx_paged.kv.blocks import ceil_div
+
+BLOCK_SIZE = 16
+OWN_TOKENS = 40, 200  # of an agent's prompt: at least and fewer than
+SAMPLED_TOKENS = 2000  # of the prompt that has several samples
+
+
+@dataclass(frozen=True)
+class Batch:
+    """So many sequences with shared and own keys each."""
+
+    sequences: int
+    shared: int
+    own: int
+
+    @staticmethod
+    def parse(text: str) -> "Batch":
+        """From a text such as "16x4096+64"."""
+        numbers = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
+        found = Batch(*map(int, numbers.groups())) if numbers else Batch(0, 0, 0)
+        if found.sequences < 2 or found.shared < BLOCK_SIZE or found.own < 1:
+            form = "SEQUENCESxSHARED+OWN keys, e.g. 16x4096+64, at least 2x16+1"
+            raise argparse.ArgumentTypeError(f"is {text!r}: expected {form}")
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.sequences}x{self.shared}+{self.own}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("shared_prefixes", __doc__)
+    add = parser.add_argument
+    add("--only", choices=("op", "served"), help="one of the two (default: both)")
+    heads = [HeadCounts(32, 8, 128), HeadCounts(8, 2, 64)]
+    add("--heads", type=HeadCounts.parse, nargs="+", default=heads, metavar="H:H_KV:D")
+    add("--dtypes", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
+    batches = [Batch(16, 4096, 64), Batch(32, 4000, 100), Batch(2, 512, 64)]
+    add("--batches", type=Batch.parse, nargs="+", default=batches, metavar="NxSHARED+OWN")
+    add_model(parser)
+    add("--agents", type=COUNT, default=32, help="requests with one system prompt")
+    add("--shared-tokens", type=COUNT, default=4000, help="of the system prompt")
+    add("--samples", type=COUNT, default=16, help=f"of a prompt of {SAMPLED_TOKENS} tokens")
+    add("--max-tokens", type=COUNT, default=64, help="of each answer")
+    add_rounds(parser, 7)
+    return parser.parse_args(argv)
+
+
+def in_turns(rounds: int, ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Seconds of each way, round by round, after a round that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, run in ways.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def gain(seconds: dict[str, list[float]]) -> float:
+    """How many times as long "alone" took as "together": the median of the rounds' ratios."""
+    pairs = zip(seconds["alone"], seconds["together"], strict=True)
+    return median(alone / together for alone, together in pairs)
+
+
+def attention(batch: Batch, heads: HeadCounts, dtype: str) -> dict[str, Callable[[], object]]:
+    """The op on random K/V, with each sequence alone and with all of them together."""
+    rng = np.random.default_rng(0)
+    shared, own = batch.shared // BLOCK_SIZE, ceil_div(batch.shared % BLOCK_SIZE + batch.own, 16)
+    num_blocks = shared + batch.sequences * own
+
+    def random(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape, np.float32)).astype(getattr(mx, dtype))
+
+    k, v = (random(heads.num_kv_heads, num_blocks, BLOCK_SIZE, heads.head_dim) for _ in "kv")
+    q = random(batch.sequences, heads.num_heads, 1, heads.head_dim)
+    ids = rng.permutation(num_blocks).astype(np.int32)
+    prefix = np.tile(ids[:shared], (batch.sequences, 1))
+    tables = mx.array(np.hstack([prefix, ids[shared:].reshape(batch.sequences, own)]))
+    lengths = mx.full((batch.sequences,), batch.shared + batch.own, mx.int32)
+    common = np.full(batch.sequences, shared * BLOCK_SIZE)
+    common[0] = 0
+    prefixes = mx.array(np.stack([np.arange(batch.sequences), common]).astype(np.int32))
+    arrays = q, [k], [v], tables, lengths
+    mx.eval(q, k, v, tables, lengths, prefixes)
+    alone, together = (ops.paged_attention(*arrays, shared_prefixes=p)[0] for p in (None, prefixes))
+    if not mx.array_equal(alone, together):
+        raise ArithmeticError(f"{batch} {heads} {dtype}: other bits together than alone")
+    return {
+        "alone": lambda: mx.eval(ops.paged_attention(*arrays)[0]),
+        "together": lambda: mx.eval(ops.paged_attention(*arrays, shared_prefixes=prefixes)[0]),
+    }
+
+
+def least_seconds(
+    batch: Batch, heads: HeadCounts, dtype: str, read_gb_s: float, gflops: float
+) -> float:
+    """One read of all keys and values, or all products at the rate of float32 matrices, whichever
+    takes longer."""
+    rows = batch.shared + batch.sequences * batch.own
+    size = getattr(mx, dtype).size
+    num_bytes = 2 * rows * heads.num_kv_heads * heads.head_dim * size
+    keys = batch.sequences * (batch.shared + batch.own)
+    products = 4 * keys * heads.num_heads * heads.head_dim
+    return float(max(num_bytes / (read_gb_s * GIB), products / (gflops * 1e9)))
+
+
+def measure_op(args: argparse.Namespace, machine: dict[str, float]) -> list[dict[str, Any]]:
+    read_gb_s = max(measure_read().values())
+    rows = []
+    for heads, dtype, batch in product(args.heads, args.dtypes, args.batches):
+        seconds = in_turns(args.rounds, attention(batch, heads, dtype))
+        least = least_seconds(batch, heads, dtype, read_gb_s, machine["gemm_gflops"])
+        row = {"heads": str(heads), "dtype": dtype, "batch": str(batch)}
+        row |= {f"{name}_ms": round(1000 * median(times), 3) for name, times in seconds.items()}
+        row |= {"least_ms": round(1000 * least, 3), "gain": round(gain(seconds), 2)}
+        rows.append(row)
+    return rows
+
+
+def measure_served(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Agents with one system prompt, which is in the prefix cache; then samples of a prompt."""
+    model, rng = named_model(args.model), np.random.default_rng(1)
+    (system,) = random_prompts(1, args.shared_tokens, args.model)
+    own = [int(rng.integers(*OWN_TOKENS)) for _ in range(args.agents)]
+    tails = iter(range(1, 10**6))  # other tails in each round: only the system prompt is known
+    sampling = SamplingParams(max_tokens=args.max_tokens)
+    samples = SamplingParams(max_tokens=args.max_tokens, temperature=1.0, seed=1)
+
+    def agents(engine: Engine) -> None:
+        seed = next(tails)
+        prompts = [
+            system + random_prompts(1, length, args.model, seed * args.agents + i)[0]
+            for i, length in enumerate(own)
+        ]
+        engine.generate(prompts, sampling)
+
+    def sampled(engine: Engine) -> None:
+        (prompt,) = random_prompts(1, SAMPLED_TOKENS, args.model, next(tails))
+        engine.add_samples(prompt, args.samples, samples)
+        while engine.has_work:
+            engine.step()
+
+    rows = []
+    widest = max(args.agents, args.samples)
+    for name, count, serve in (("agents", args.agents, agents), ("samples", args.samples, sampled)):
+        engines = {
+            way: Engine(model, cascade=way == "together", max_running=widest)
+            for way in ("alone", "together")
+        }
+        seconds = in_turns(args.rounds, {way: partial(serve, e) for way, e in engines.items()})
+        rate = {
+            f"{way}_tokens_s": round(count * args.max_tokens / median(times), 1)
+            for way, times in seconds.items()
+        }
+        shared = {way: engine.stats.shared_keys for way, engine in engines.items()}
+        assert shared["together"] > shared["alone"] == 0
+        rows.append({"served": f"{count} {name}", **rate, "gain": round(gain(seconds), 2)})
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    machine = check_machine()
+    print(f"Rounds: {args.rounds}; {machine_text(machine)}.")
+    result: dict[str, Any] = {"model": args.model, "rounds": args.rounds, **machine}
+    if args.only != "served":
+        result["op"] = measure_op(args, machine)
+        print_rows(result["op"])
+    if args.only != "op":
+        result["served"] = measure_served(args)
+        print_rows(result["served"])
+    print_result("shared_prefixes", result)
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    print(table([list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]))
+
+
+if __name__ == "__main__":
+    main()
