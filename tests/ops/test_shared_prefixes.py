@@ -196,6 +196,21 @@ def test_random_trees_of_ragged_batches(seed):
     assert mx.array_equal(alone, together) and not mx.isnan(alone).any()
 
 
+def test_a_tile_that_was_alone_stays_so():
+    """Of 16 rows at most 15 share in a quantized pool: the last sequence is alone in the first
+    split, and would fit in the second one."""
+    case, _ = quantized_case(8, [600, 1100, 1100], num_heads=8, num_kv_heads=2, seed=7)
+    tables = np.array(case.block_tables)
+    tables[1:, :32] = tables[0, :32]
+    tables[2, :64] = tables[1, :64]
+    begins, q = mx.array([0, 2, 3, 4]), mx.random.normal((4, 8, 64), key=mx.random.key(1))
+    arrays = q, [case.k_cache], [case.v_cache], mx.array(tables), case.context_lens, begins
+    prefixes = mx.array([[0, 1, 2], [0, 512, 1024]])
+    alone = ops.paged_attention_varlen(*arrays, **case.options)
+    together = ops.paged_attention_varlen(*arrays, **case.options, shared_prefixes=prefixes)
+    assert mx.array_equal(alone, together) and not mx.isnan(alone).any()
+
+
 def test_ragged_batches():
     """Decodes, drafts and a chunk, of which the first three share blocks."""
     lengths = [1, 1, 4, 40]
