@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--agents", type=COUNT, default=32, help="requests with one system prompt")
     add("--shared-tokens", type=COUNT, default=4000, help="of the system prompt")
     add("--samples", type=COUNT, default=16, help=f"of a prompt of {SAMPLED_TOKENS} tokens")
-    add("--max-tokens", type=COUNT, default=64, help="of each answer")
+    add("--max-tokens", type=COUNT, default=128, help="of each answer")
     add_rounds(parser, 7)
     return parser.parse_args(argv)
 
@@ -99,7 +99,8 @@ def attention(batch: Batch, heads: HeadCounts, dtype: str) -> dict[str, Callable
     def random(*shape: int) -> mx.array:
         return mx.array(rng.standard_normal(shape, np.float32)).astype(getattr(mx, dtype))
 
-    k, v = (random(heads.num_kv_heads, num_blocks, BLOCK_SIZE, heads.head_dim) for _ in "kv")
+    shape = num_blocks, heads.num_kv_heads, BLOCK_SIZE, heads.head_dim  # as a pool has it in memory
+    k, v = (random(*shape).transpose(1, 0, 2, 3) for _ in "kv")
     q = random(batch.sequences, heads.num_heads, 1, heads.head_dim)
     ids = rng.permutation(num_blocks).astype(np.int32)
     prefix = np.tile(ids[:shared], (batch.sequences, 1))

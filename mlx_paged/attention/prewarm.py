@@ -11,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mlx_paged import ops
-from mlx_paged.attention.forward import max_paged_queries
+from mlx_paged.attention.paths import max_paged_queries
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan

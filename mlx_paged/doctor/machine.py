@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx_lm
 
 from mlx_paged import ops
-from mlx_paged.attention.forward import ANY_NUMBER, VARIABLE, max_paged_queries
+from mlx_paged.attention.paths import ANY_NUMBER, VARIABLE, max_paged_queries
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.kernels import kernels_in_use
 from mlx_paged.drop_in.patch import TESTED_VERSIONS

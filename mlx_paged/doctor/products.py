@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.attention.forward import has_matrix_units
+from mlx_paged.attention.paths import has_matrix_units
 from mlx_paged.doctor import float64
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import Findings

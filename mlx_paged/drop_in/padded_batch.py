@@ -7,7 +7,8 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from mlx_paged.attention.forward import FEW_QUERIES, Chunk, Forward, max_paged_queries
+from mlx_paged.attention.forward import Chunk, Forward
+from mlx_paged.attention.paths import FEW_QUERIES, max_paged_queries
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import as_int32

@@ -17,7 +17,8 @@ from mlx.utils import tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
-from mlx_paged.attention.forward import Chunk, Forward, max_paged_queries
+from mlx_paged.attention.forward import Chunk, Forward
+from mlx_paged.attention.paths import max_paged_queries
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool

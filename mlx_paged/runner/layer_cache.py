@@ -3,7 +3,8 @@
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_paged.attention.forward import Forward, LayerView, max_paged_queries
+from mlx_paged.attention.forward import Forward, LayerView
+from mlx_paged.attention.paths import max_paged_queries
 from mlx_paged.attention.sdpa_hook import KVHandle
 from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool

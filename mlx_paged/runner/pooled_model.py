@@ -20,7 +20,7 @@ from mlx_paged.arguments import (
     require_flags,
     require_paths,
 )
-from mlx_paged.attention.forward import LONG_CHUNK
+from mlx_paged.attention.paths import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div

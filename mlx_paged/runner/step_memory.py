@@ -7,7 +7,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_paged.attention.forward import SCORES, has_matrix_units, is_fused
+from mlx_paged.attention.forward import SCORES
+from mlx_paged.attention.paths import has_matrix_units, is_fused
 from mlx_paged.kv.memory import LONG_PROMPT
 from mlx_paged.runner.model_probe import ModelProfile
 from mlx_paged.sampling import prompt_scores

@@ -11,19 +11,21 @@ from mlx_lm.generate import generate_step
 from mlx_paged import Engine, ops
 from mlx_paged.attention import forward
 from mlx_paged.attention.forward import (
-    ANY_NUMBER,
-    FEW_QUERIES,
-    LONG_CHUNK,
-    PATHS,
     Chunk,
     Forward,
     LayerView,
     causal_mask,
     even_length,
+    path_counts,
+)
+from mlx_paged.attention.paths import (
+    ANY_NUMBER,
+    FEW_QUERIES,
+    LONG_CHUNK,
+    PATHS,
     has_matrix_units,
     max_paged_queries,
     max_paged_queries_of,
-    path_counts,
 )
 from mlx_paged.attention.sdpa_hook import Query, mlx_attention
 from mlx_paged.drop_in.caches import make_prompt_cache

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.attention.forward import has_matrix_units
+from mlx_paged.attention.paths import has_matrix_units
 from mlx_paged.doctor import __main__ as doctor
 from mlx_paged.doctor import apart, findings, memory, products
 from mlx_paged.doctor.findings import Findings, run_check

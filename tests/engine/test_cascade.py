@@ -1,4 +1,4 @@
-"""Cascade attention: sequences that begin with the same blocks are computed together: every token stays the same."""
+"""Sequences that begin with the same blocks are computed together: every token stays the same."""
 
 from random import Random
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_paged import ops
-from mlx_paged.attention.forward import FEW_QUERIES
+from mlx_paged.attention.paths import FEW_QUERIES
 from mlx_paged.drop_in import padded_batch
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.runner import layer_cache

@@ -10,7 +10,8 @@ from mlx_lm.generate import generate_step
 
 from mlx_paged import _ext, ops
 from mlx_paged.attention import forward
-from mlx_paged.attention.forward import FEW_QUERIES, path_counts
+from mlx_paged.attention.forward import path_counts
+from mlx_paged.attention.paths import FEW_QUERIES
 from mlx_paged.runner import layer_cache
 from tests.support.models.tiny_models import tiny_model
 from tests.support.ops.metal_runner import MetalRunner

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from unittest import mock
 
 from mlx_paged.attention import forward
-from mlx_paged.attention.forward import VARIABLE, path_counts
+from mlx_paged.attention.forward import path_counts
+from mlx_paged.attention.paths import VARIABLE
 
 
 @contextmanager
