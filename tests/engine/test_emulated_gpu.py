@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine
-from mlx_paged.attention import forward
+from mlx_paged.attention import paths
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.runner.model_runner import ModelRunner
 from tests.support.engine.emulated_gpu import LONG_CHUNK, HalfModel, emulate_gpu
@@ -121,7 +121,7 @@ def test_a_step_takes_few_launches_a_layer(context, decode_launches, monkeypatch
     if a context is long."""
     half = half_model("llama")
     metal = emulate_gpu(monkeypatch)
-    monkeypatch.setattr(forward, "LONG_CHUNK", 1000)
+    monkeypatch.setattr(paths, "LONG_CHUNK", 1000)
     launches: dict[bool, set[float]] = {False: set(), True: set()}
     launch = ModelRunner.launch
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, ops
-from mlx_paged.attention import forward
+from mlx_paged.attention import forward, paths
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.ops import dispatch
 from mlx_paged.runner.model_probe import probe
@@ -29,7 +29,7 @@ ATTENTION = KERNELS[:3]
 @pytest.fixture(autouse=True)
 def asked_again() -> Iterator[None]:
     yield
-    for answers in (dispatch.forget, forward._forced_path.cache_clear):
+    for answers in (dispatch.forget, paths._forced_path.cache_clear):
         answers()
 
 
@@ -115,8 +115,8 @@ def test_gathering_compiles_no_attention(monkeypatch):
     prewarm(kinds, 8)
     assert any(name.startswith(ATTENTION) for name in kernels)
     kernels.clear()
-    monkeypatch.setenv(forward.VARIABLE, "gather")
-    forward._forced_path.cache_clear()
+    monkeypatch.setenv(paths.VARIABLE, "gather")
+    paths._forced_path.cache_clear()
     prewarm(kinds, 8)
     assert kernels and not any(name.startswith(ATTENTION) for name in kernels)
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged import _ext, ops
-from mlx_paged.attention import forward
+from mlx_paged.attention import forward, paths
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.pool import KVPool
@@ -117,8 +117,8 @@ def metals_ops() -> Iterator[None]:
         patch("mlx_paged.ops.cpu_layers._DTYPES", ()),  # MLX's own ops choose tokens
         patch.object(ops, "is_transforming", lambda: False),
         patch.object(ops, "serves_chunks", lambda *_: True),
-        patch.object(forward, "max_paged_queries", lambda: forward.FEW_QUERIES),
-        patch("mlx_paged.runner.layer_cache.max_paged_queries", lambda: forward.FEW_QUERIES),
+        patch.object(paths, "max_paged_queries", lambda: paths.FEW_QUERIES),
+        patch("mlx_paged.runner.layer_cache.max_paged_queries", lambda: paths.FEW_QUERIES),
     ):
         yield
 

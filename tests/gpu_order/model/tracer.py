@@ -145,7 +145,7 @@ class Tracer:
         self.know(*arrays, *handles)
         found = call(compiled, arrays)
         del self._calls[num_calls:]  # of a trace, whose arrays have no values
-        windows = zip(arrays[4::2], self._windows[compiled], strict=True)
+        windows = zip(arrays[4::3], self._windows[compiled], strict=True)
         window_of = {self._name(tables): window for tables, window in windows}
         known = {self._name(array): array for array in (*arrays, *handles)}
         self._arguments.append(_Arguments(known, bool(pool.scales), window_of))

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_paged import _ext, ops
-from mlx_paged.attention import forward
+from mlx_paged.attention import paths
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.paths import FEW_QUERIES
 from mlx_paged.runner import layer_cache
@@ -28,8 +28,8 @@ def emulate_gpu(monkeypatch: pytest.MonkeyPatch, metal: MetalRunner | None = Non
     metal.install(monkeypatch)
     monkeypatch.setattr(ops, "serves_chunks", _ext.metal.serves_chunks)
     monkeypatch.setattr(layer_cache, "max_paged_queries", lambda: FEW_QUERIES)
-    monkeypatch.setattr(forward, "LONG_CHUNK", LONG_CHUNK)
-    monkeypatch.setattr(forward, "HEADS_OF_MLX", range(65))
+    monkeypatch.setattr(paths, "LONG_CHUNK", LONG_CHUNK)
+    monkeypatch.setattr(paths, "HEADS_OF_MLX", range(65))
     path_counts.clear()
     return metal
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import _ext, ops
-from mlx_paged.attention import forward
+from mlx_paged.attention import paths
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.ops import dispatch, paged
 from mlx_paged.ops.formats import dims_of
@@ -39,8 +39,8 @@ class RefusingGPU:
             monkeypatch.setattr(module, "_ext", self)
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
         monkeypatch.setattr(ops, "pool_zeros", lambda shape, dtype, **_: mx.zeros(shape, dtype))
-        monkeypatch.setattr(forward, "LONG_CHUNK", LONG_CHUNK)
-        monkeypatch.setattr(forward, "HEADS_OF_MLX", range(65))
+        monkeypatch.setattr(paths, "LONG_CHUNK", LONG_CHUNK)
+        monkeypatch.setattr(paths, "HEADS_OF_MLX", range(65))
         path_counts.clear()
         dispatch.forget()
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mlx_paged.attention import forward
+from mlx_paged.attention import paths
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.paths import VARIABLE
 
@@ -14,9 +14,9 @@ from mlx_paged.attention.paths import VARIABLE
 def attending_by(wanted: str) -> Iterator[None]:
     """The environment variable has this value; paths are counted from 0."""
     with mock.patch.dict(os.environ, {VARIABLE: wanted}):
-        forward._forced_path.cache_clear()
+        paths._forced_path.cache_clear()
         path_counts.clear()
         try:
             yield
         finally:
-            forward._forced_path.cache_clear()
+            paths._forced_path.cache_clear()
