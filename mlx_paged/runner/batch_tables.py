@@ -150,13 +150,13 @@ def of_members(values: Int32Array) -> list[mx.array]:
 def common_prefixes(entries: Int32Array, lengths: Int32Array) -> Int32Array:
     """``[2, R]``: an order of the rows in which equal beginnings are neighbours, and for each row
     in this order how many of its first entries are those of the row before it. Row i has
-    ``lengths[i]`` entries."""
-    ends = lengths.tolist()
-    texts = [row[:end].tobytes() for row, end in zip(entries, ends, strict=True)]
-    order = np.array(sorted(range(len(texts)), key=texts.__getitem__), np.int32)
+    ``lengths[i]`` entries; what is behind them may part rows that are longer."""
+    width = entries.shape[1]
+    order = np.argsort(entries.view(f"V{width * entries.itemsize}").ravel(), kind="stable")
     ranked, ends = entries[order], lengths[order]
-    differ = np.ones((len(order) - 1, entries.shape[1] + 1), bool)
-    np.not_equal(ranked[1:], ranked[:-1], out=differ[:, :-1])
-    same = np.zeros(len(order), np.int32)
-    same[1:] = np.minimum(differ.argmax(axis=1), np.minimum(ends[1:], ends[:-1]))
-    return np.stack([order, same])
+    differ = ranked[1:] != ranked[:-1]
+    first = np.where(differ.any(axis=1), differ.argmax(axis=1), width)
+    common = np.zeros((2, len(order)), np.int32)
+    common[0] = order
+    common[1, 1:] = np.minimum(first, np.minimum(ends[1:], ends[:-1]))
+    return common
