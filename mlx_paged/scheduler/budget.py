@@ -1,8 +1,8 @@
 """How many prompt tokens a step computes besides its decodes. Knows no mlx."""
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.cost_model import CostModel, StepWork
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.cost_model import CostModel
+from mlx_paged.scheduler.step import Span, Step, StepWork
 
 MIN_CHUNK = 16
 """Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens

@@ -9,8 +9,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
-from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.scheduler.cost_model import TOKENS_GROWTH
+from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
 
 MIN_GAIN = 1.03  # tokens per second that drafts must promise, relative to a step without drafts
 TRIAL = 8  # every 8th step with drafts takes half of them, which shows what a draft costs

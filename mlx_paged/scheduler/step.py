@@ -4,12 +4,29 @@ it. Knows no mlx."""
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import add
 from typing import NamedTuple, Protocol, TypeVar
 
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.request import Request
-from mlx_paged.scheduler.cost_model import StepWork
+
+
+class StepWork(NamedTuple):
+    """What a step computes."""
+
+    decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
+    decode_context: int = 0  # sum of the context lengths of these rows
+    chunk_tokens: int = 0  # tokens of prefill chunks
+    chunk_context: int = 0  # sum of the context lengths of these tokens; position p has p + 1
+
+    @classmethod
+    def chunk(cls, start: int, num_tokens: int) -> "StepWork":
+        """A prefill chunk of `num_tokens` tokens from position `start`."""
+        return cls(0, 0, num_tokens, num_tokens * start + num_tokens * (num_tokens + 1) // 2)
+
+    def __add__(self, other: "StepWork") -> "StepWork":  # type: ignore[override]
+        return StepWork(*map(add, self, other))
 
 
 @dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one

@@ -8,11 +8,10 @@ import pytest
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import PATIENCE, REST
-from mlx_paged.scheduler.step import SampledToken, Step
+from mlx_paged.scheduler.step import SampledToken, Step, StepWork
 
 RIGHT = 7
 """The token that every request would choose."""

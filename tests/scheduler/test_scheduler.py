@@ -6,9 +6,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import Span, Step, StepWork
 
 
 def make_request(request_id: int, num_prompt: int, max_tokens: int = 8) -> Request:

@@ -19,8 +19,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.cost_model import StepWork
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.scheduler.cost_model import features_of
+from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
 
 VOCAB = 24
 
@@ -197,7 +197,7 @@ class FakeClock:
 
     def spend(self, work: StepWork) -> None:
         seconds = (5e-5, 1e-7, 1e-3, 1e-4, 1e-6)
-        self.now += sum(s * f for s, f in zip(seconds, work.features, strict=True))
+        self.now += sum(s * f for s, f in zip(seconds, features_of(work), strict=True))
 
 
 class FakeRunner:
