@@ -394,5 +394,5 @@ class EngineCore:
         completion = self._outputs.finish(request, reason)
         self.stats.requests_finished += 1
         self.stats.cached_prompt_tokens += min(request.num_cached, request.num_prompt)
-        self.stats.blocks_in_use = self.scheduler.allocator.blocks_in_use
+        self.stats.blocks_in_use = self.scheduler.allocator.store.blocks_in_use
         return completion if search is None else search.result(completion, self._outputs.text_of)

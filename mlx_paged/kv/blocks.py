@@ -90,6 +90,10 @@ class BlockStore:
         """Blocks that can be handed out now: the free ones and those of idle entries."""
         return len(self.free) + self.num_idle
 
+    @property
+    def blocks_in_use(self) -> int:
+        return len(self.counts) - self.num_available
+
     def tables(self, entries: Int32Array, group: int) -> Int32Array:
         """The pool's blocks of tables of entries ``[R, M]`` for each member of the group:
         ``[members, R, M * pieces]``."""

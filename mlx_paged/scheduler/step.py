@@ -50,14 +50,9 @@ class Span:
         return self.stop - self.start
 
     @property
-    def certain_stop(self) -> int:
-        """The end of its tokens without drafts."""
-        return self.stop - len(self.drafts)
-
-    @property
     def known(self) -> list[int]:
         """Its tokens, drafts included; none if its only token is still being chosen."""
-        tokens = self.request.tokens[self.start : self.certain_stop]
+        tokens = self.request.tokens[self.start : self.stop - len(self.drafts)]
         return [*tokens, *self.drafts] if self.drafts else tokens
 
     def pieces(self) -> list["Span"]:
@@ -115,6 +110,7 @@ class Step:
     # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
     max_chunk_tokens: int | None = None  # limit of its chunks; None: the scheduler's budget
+    blocks_in_use: int = 0  # when it was launched
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
 
     def add(self, span: Span) -> None:
@@ -231,5 +227,4 @@ class StepResult:
     launch_seconds: float = 0.0  # building and submitting the graph
     wait_seconds: float = 0.0  # waiting for the device
     launched: list[Step] = field(default_factory=list)  # the steps launched in the call
-    blocks_in_use: int = 0  # when `step` was launched
     fault: Fault | None = None  # `step` or a launched one failed. The choices are still valid.

@@ -276,12 +276,12 @@ class FakeRunner:
 
     def _span(self, span: Span, wave: int, before: FakeLaunch | None) -> FakeSpan:
         request = span.request
-        tokens = request.tokens[: span.certain_stop] + list(span.drafts)
+        tokens = request.tokens[: span.stop - len(span.drafts)] + list(span.drafts)
         coming = None
         if len(tokens) < span.stop:
             assert before is not None and len(span) == 1, "a token nobody chooses, or in a chunk"
             coming = (before, before.requests.index(request))
-        stop = span.certain_stop
+        stop = span.stop - len(span.drafts)
         draws = [(r, r.num_generated, stop) for r in (request, *span.forks) if span.samples]
         draws += [(request, draws[0][1] + i, stop + i) for i in range(1, 1 + len(span.drafts))]
         state, after = self.states.get(request.id), State(span.stop)
