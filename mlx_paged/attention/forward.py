@@ -247,8 +247,7 @@ class LayerView(AttendingCache):
         return found if forward.held is None else mx.where(forward.held, found, 0)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
-        """A copy of the K/V of one sequence, ``[1, H_kv, num_tokens, D]`` each, as the model would
-        store it."""
+        """A copy of one sequence's K/V, ``[1, H_kv, num_tokens, D]`` each, as a model stores it."""
         wanted = block_ids[None], num_tokens
         return self.pool.read(self.layer, lambda a: ops.gather_blocks(a, *wanted), as_written=True)
 

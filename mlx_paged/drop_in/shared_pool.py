@@ -352,8 +352,7 @@ _thread = _Thread()
 
 
 def pool_of(model: nn.Module, num_layers: int, options: Options) -> SharedPool:
-    """This thread's pool for new caches of `model` with these options; it lives as long as they
-    do."""
+    """This thread's pool for new caches of `model` with these options; they keep it alive."""
     key = id(model), *options
     pool = _thread.pools.get(key)
     if pool is None or pool.model is None or pool.model() is not model:

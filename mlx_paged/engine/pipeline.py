@@ -64,9 +64,8 @@ class StepPipeline(Generic[LaunchedT]):
         return self._under_way is not None
 
     def advance(self, ahead: bool) -> StepResult:
-        """Finish one step. If `ahead`, launch the next step first. A failure of the model is not
-        raised; it is the result's fault: the caller uses the choices, then calls
-        :meth:`recover`."""
+        """Finish one step. If `ahead`, launch the next step first. A failure of the model is the
+        result's fault, not raised: the caller uses the choices, then calls :meth:`recover`."""
         result = StepResult()
         current, self._under_way = self._under_way, None
         if current is None:

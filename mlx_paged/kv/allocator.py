@@ -234,8 +234,7 @@ class BlockAllocator:
         self.prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
 
     def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
-        """Keep a snapshot of the sequence's states if its block is registered and has no snapshot
-        at this position yet."""
+        """Keep a snapshot if its block is registered and has none at this position yet."""
         return self.prefixes.attach(self._sequence(seq_id), tokens, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
@@ -287,8 +286,7 @@ class BlockAllocator:
         return kept
 
     def forget_prefixes(self) -> None:
-        """Forget all cached content. No K/V written so far is reused; live sequences keep their
-        blocks."""
+        """Forget all cached content. No K/V so far is reused; live sequences keep their blocks."""
         self.store.drop_idle()
         for prefixes in self.store.prefixes:
             prefixes.clear()

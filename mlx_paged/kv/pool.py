@@ -270,8 +270,7 @@ class KVPool:
             handles[:] = first
 
     def replace_handles(self, handles: Iterable[mx.array]) -> None:
-        """Replace every layer's handles by others over the same buffers, in the order of
-        :meth:`handles`."""
+        """Replace all handles by others over the same buffers, in the order of :meth:`handles`."""
         given = iter(handles)
         for of_layers in self._stored:
             of_layers[:] = islice(given, self.n_layers)
@@ -282,8 +281,7 @@ class KVPool:
 
 
 def _evaluate(*arrays: mx.array) -> None:
-    """Evaluate arrays. Large arrays are waited for. Small arrays are only queued: to wait takes
-    longer than to compute them."""
+    """Evaluate arrays: wait for large ones, and queue small ones, which is faster."""
     evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
     evaluate(*arrays)
 

@@ -84,8 +84,7 @@ class ChunkBudget:
 
 
 def _scorable(step: Step, request: Request, wanted: int) -> int:
-    """How many of the `wanted` tokens of a request whose log-probabilities are wanted `step` can
-    still compute."""
+    """How many of the `wanted` tokens, which get log-probabilities, `step` can still compute."""
     start, spans = request.num_computed, step.spans
     room = MOST_SCORED - sum(len(span.request.scored(span.start, span.stop)) for span in spans)
     rows = request.scored(start, start + wanted)

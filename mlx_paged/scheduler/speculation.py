@@ -97,8 +97,7 @@ class Speculation:
         return [request for request in decodes if request.id not in step.requests]
 
     def accept(self, step: Step, choices: list[SampledToken]) -> list[SampledToken]:
-        """The choices up to the first wrong draft of each request; the K/V of wrong drafts is
-        given up."""
+        """Each request's choices up to its first wrong draft; wrong drafts' K/V is given up."""
         spans = {span.request.id: span for span in step.spans if span.drafts}
         if not spans:
             return choices

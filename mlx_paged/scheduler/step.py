@@ -1,5 +1,4 @@
-"""What one forward pass of the model computes, and what the engine asks of the runner that computes
-it. Knows no mlx."""
+"""What one forward pass computes, and what the engine asks of its runner. Knows no mlx."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
