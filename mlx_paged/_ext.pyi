@@ -97,7 +97,6 @@ class layers:
 
     rms_norm: Callable[..., mx.array]
     rope: Callable[..., mx.array]
-    rope_frequencies: Callable[..., mx.array]
     silu: Callable[..., mx.array]
     gelu_approx: Callable[..., mx.array]
     likeliest: Callable[..., mx.array]

@@ -98,8 +98,7 @@ class Request:
         return self.tokens[self.num_prompt :]
 
     def scored(self, start: int, stop: int) -> range:
-        """Those of the positions ``[start, stop)`` whose logits give the log-probability of the
-        prompt token that follows."""
+        """The positions of ``[start, stop)`` whose logits score the prompt token that follows."""
         if self.prompt_logprobs is None:
             return range(0)
         first = max(1, self.params.prompt_logprobs_from) - 1

@@ -25,10 +25,6 @@ constexpr const char* kRopeDoc =
 ``scale * (offset + l) * frequencies[i]`` radians; dims from 2 P on pass through. Pairs are dims
 ``(i, i + P)``, or ``(2i, 2i + 1)`` if `traditional`.)";
 
-constexpr const char* kFrequenciesDoc =
-    R"(The frequencies ``[dims / 2]`` that ``mx.fast.rope`` computes from a base, bit for bit; dims is
-positive and even.)";
-
 constexpr const char* kActivateDoc =
     R"(The activation of this name in ``mlx.nn``, times `factor`: of x's shape and dtype, or None.)";
 
@@ -83,8 +79,6 @@ void bind_layers(nb::module_& module) {
         "stream"_a = nb::none(), kRmsNormDoc);
   m.def("rope", &rope_of, "x"_a, "offset"_a, "frequencies"_a, nb::kw_only(), "scale"_a = 1.0f,
         "traditional"_a = false, "stream"_a = nb::none(), kRopeDoc);
-  m.def("rope_frequencies", &rope_frequencies, "dims"_a, "base"_a, nb::kw_only(),
-        "stream"_a = nb::none(), kFrequenciesDoc);
   m.def("silu", &activation<cpu::Activation::kSilu>, "x"_a, "factor"_a = nb::none(), nb::kw_only(),
         "stream"_a = nb::none(), kActivateDoc);
   m.def("gelu_approx", &activation<cpu::Activation::kGeluApprox>, "x"_a, "factor"_a = nb::none(),

@@ -1,6 +1,6 @@
 """Which files one decode step visits: what a reader opens to follow it.
 
-    python -m scripts.step_path [--rows N] [--list]
+    python -m scripts.step_path [--rows N] [--no-compile] [--list]
 
 Profiles one decode step of the demo model and prints how many files, functions, calls and moves it
 takes. A move is two calls in a row in different files of the package; returns are not counted.
@@ -66,10 +66,11 @@ class StepPath:
         )
 
 
-def decode_step(rows: int = 1) -> StepPath:
-    """The path of a step in which each of `rows` requests decodes one token."""
+def decode_step(rows: int = 1, compile: bool = True) -> StepPath:
+    """The path of a step in which each of `rows` requests decodes one token, by a compiled graph or
+    by the model's own code."""
     model, tokenizer = load_model(None, None, False)
-    engine = Engine(model, tokenizer, block_size=16)
+    engine = Engine(model, tokenizer, block_size=16, compile=compile)
     for row in range(rows):
         engine.add_request(f"def f{row}(x):", max_tokens=64)
     for _ in range(WARM_UP):
@@ -84,9 +85,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="step_path", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rows", type=COUNT, default=1, help="requests that decode (default: 1)")
+    text = "the model's own code runs, not a compiled graph"
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help=text)
     parser.add_argument("--list", action="store_true", help="print the moves by pairs of files")
     args = parser.parse_args(argv)
-    path = decode_step(args.rows)
+    path = decode_step(args.rows, args.compile)
     print(path)
     if args.list:
         for (before, after), count in path.moves.most_common():

@@ -62,7 +62,7 @@ def random_tokens(rng: np.random.Generator, length: int) -> list[int]:
 
 def held_bytes(engine: Engine) -> int:
     """K/V blocks that sequences hold, in bytes."""
-    return engine.manager.allocator.blocks_in_use * engine.manager.pool.block_bytes
+    return engine.manager.allocator.store.blocks_in_use * engine.manager.pool.block_bytes
 
 
 def one_table_bytes(engine: Engine, token_bytes: int) -> int:

@@ -131,7 +131,7 @@ class PagedServer(Server):
 
     def level(self) -> Level:
         scheduler = self.engine.scheduler
-        blocks = scheduler.allocator.blocks_in_use
+        blocks = scheduler.allocator.store.blocks_in_use
         return Level(
             running=len(scheduler.running),
             waiting=len(self._streams) - len(scheduler.running),

@@ -42,8 +42,7 @@ def even_length(num_blocks: int) -> int:
 class GatheredKeys(NamedTuple):
     """How the keys of a chunk are gathered."""
 
-    runs: mx.array  # from :func:`head_runs`
-    num_keys: int
+    wanted: tuple[mx.array, int, mx.array]  # as :meth:`KVPool.gather` takes it
     mask: mx.array | str  # which of these keys each token sees
 
 
@@ -77,8 +76,9 @@ class Chunk:
                 mask = causal_mask(queries, self.stop, window, first)
             start, last = first // block_size, self.block_ids.size - 1
             columns = mx.minimum(mx.arange(start, start + even_length(last + 1 - start)), last)
-            runs = head_runs(self.block_ids[columns], n_kv_heads)
-            self._keys[kind] = GatheredKeys(runs, self.stop - first, mask)
+            table = self.block_ids[columns][None]
+            wanted = table, self.stop - first, head_runs(table, n_kv_heads)
+            self._keys[kind] = GatheredKeys(wanted, mask)
         return self._keys[kind]
 
 
@@ -120,8 +120,7 @@ class Forward:
     def runs(self, tables: mx.array, heads: int) -> mx.array:
         """:func:`head_runs` of each block table. Layers that ask one after the other share them."""
         if heads not in self._runs or self._runs[heads][0] is not tables:
-            runs = tables[:, None] * heads + mx.arange(heads, dtype=mx.int32)[:, None]
-            self._runs[heads] = tables, runs
+            self._runs[heads] = tables, head_runs(tables, heads)
         return self._runs[heads][1]
 
     def mask(self, columns: int, window: int | None) -> mx.array:
@@ -183,8 +182,7 @@ class LayerView(AttendingCache):
         return found if forward.held is None else mx.where(forward.held, found, 0)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
-        """A copy of the K/V of one sequence, ``[1, H_kv, num_tokens, D]`` each, as the model would
-        store it."""
+        """A copy of one sequence's K/V, ``[1, H_kv, num_tokens, D]`` each, as a model stores it."""
         wanted = block_ids[None], num_tokens
         return self.pool.read(self.layer, lambda a: ops.gather_blocks(a, *wanted), as_written=True)
 
@@ -304,8 +302,8 @@ class LayerView(AttendingCache):
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
         num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
-        wanted = tables, num_keys, self.forward.runs(tables, self.shape.n_kv_heads)
-        k, v = self.pool.read(self.layer, lambda cache: ops.gather_blocks(cache, *wanted))
+        runs = self.forward.runs(tables, self.shape.n_kv_heads)
+        k, v = self.pool.gather(self.layer, tables, num_keys, runs)
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
         mask = causal_mask(queries, num_keys, query.window)
         v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
@@ -317,13 +315,13 @@ class LayerView(AttendingCache):
         their scores are in memory."""
         path_counts["gather"] += 1
         keys = chunk.keys(query.window, self.shape.n_kv_heads, self._block_size)
-        k, v = self.pool.gather(self.layer, keys.runs, keys.num_keys)
-        (_, heads, length, _), mask = query.q.shape, keys.mask
+        k, v = self.pool.gather(self.layer, *keys.wanted)
+        (_, heads, length, _), mask, num_keys = query.q.shape, keys.mask, k.shape[2]
         parts: list[mx.array] = []
-        rows = length if is_fused(self.shape) else max(32, SCORES // (heads * keys.num_keys))
+        rows = length if is_fused(self.shape) else max(32, SCORES // (heads * num_keys))
         for first in range(0, length, rows):
             end = min(first + rows, length)
-            seen = keys.num_keys - (length - end)
+            seen = num_keys - (length - end)
             parts.append(
                 mlx_attention(
                     query.q[:, :, first:end],

@@ -214,8 +214,8 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logits_processors": (lambda x: x is None or is_list(x), "a list of processors or None"),
     "stop_sequences": (lambda x: isinstance(x, StopSequences), "StopSequences"),
 }
-"""What an argument has for each sequence: a check, and its meaning in words."""
-_CHECKED_LATER: tuple[Callable[[Any], bool], str] = (lambda x: True, "")  # by SamplingParams
+"""What an argument has for each sequence: a check, and its meaning in words. SamplingParams checks
+the other arguments."""
 
 
 def require_one_each(n: int, **arguments: Sequence[Any]) -> None:
@@ -224,11 +224,10 @@ def require_one_each(n: int, **arguments: Sequence[Any]) -> None:
         require(is_list(values), "insert", name, values, "a list with an entry for each sequence")
         if len(values) != n:
             raise ValueError(f"[insert] {name} has {len(values)} entries: expected {n}")
-        is_valid, expected = _ENTRIES.get(
-            name, (lambda x: True, "")
-        )  # SamplingParams checks others
-        for i, value in enumerate(values):
-            require(is_valid(value), "insert", f"{name}[{i}]", value, expected)
+        if name in _ENTRIES:
+            is_valid, expected = _ENTRIES[name]
+            for i, value in enumerate(values):
+                require(is_valid(value), "insert", f"{name}[{i}]", value, expected)
 
 
 def require_tokens_of(caches: Sequence[Caches | None], all_tokens: Sequence[Sequence[int]]) -> None:

@@ -123,8 +123,7 @@ def tolerance(dtype: str, is_plain: bool) -> float:
 
 
 def error_of(variant: Variant) -> tuple[float, float]:
-    """Relative error of the variant's worst row, and the largest one that is right; NaN if it read
-    what it must not."""
+    """Relative error of the worst row, NaN if it read what it must not; the largest right one."""
     if variant.op != "attention":
         return _edit_error(variant), 0.0
     arrays, options = attention_call(variant)

@@ -49,8 +49,7 @@ class PoolLayer(LayerArrays):
         return layer
 
     def write(self, step: PaddedBatch, keys: mx.array, values: mx.array) -> None:
-        """Write K/V, ``[B, H_kv, N, D]`` each, of a step's rows. Raises ValueError as
-        :meth:`check`."""
+        """Write a step's K/V, ``[B, H_kv, N, D]`` each. Raises ValueError as :meth:`check`."""
         dtype = self.check(keys, values).dtype
         k, v = (_token_rows(x.astype(dtype)) for x in (keys, values))
         self.kv.write(0, k, v, step.slot_mapping)
@@ -75,8 +74,7 @@ class PoolLayer(LayerArrays):
         return self.shape
 
     def _shape_of(self, keys: mx.array, values: mx.array) -> KVShape:
-        """How K/V is stored: arrays of one head but different widths are latents and rotary
-        keys."""
+        """How K/V is stored: one head, but different widths, are latents and rotary keys."""
         heads, k_dim, v_dim = keys.shape[1], keys.shape[3], values.shape[3]
         if heads == 1 and k_dim != v_dim and k_dim and v_dim:
             shape = KVShape(1, k_dim + v_dim, k_dim, keys.dtype, latent=True)

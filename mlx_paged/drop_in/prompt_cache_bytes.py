@@ -61,8 +61,7 @@ def _count(lru: Any) -> None:
 
 
 def _blocks(prompt_cache: list[Any]) -> dict[PagedSequence, tuple[Int32Array, int]]:
-    """The blocks of each sequence of a prompt cache, and the bytes of a block in all layers that
-    show it."""
+    """Each sequence's blocks, and the bytes of a block in all layers that show the sequence."""
     found: dict[PagedSequence, tuple[Int32Array, int]] = {}
     for cache in leaves(prompt_cache):
         if isinstance(cache, PagedCache) and cache.layer.shape is not None:

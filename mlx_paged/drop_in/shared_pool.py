@@ -292,7 +292,7 @@ class SharedPool:
     def _shrink(self) -> None:
         """Move the held blocks to smaller arrays if few blocks are held. While there are frozen
         sequences nothing is moved: their states would keep the old arrays too."""
-        have, held = self.allocator.num_blocks, self.allocator.blocks_in_use
+        have, held = self.allocator.num_blocks, self.allocator.store.blocks_in_use
         is_small = have <= 1.5 * held + FEWEST_NEW_BLOCKS
         if is_small or self.frozen or self.allocator.store.origins or ops.is_transforming():
             return
@@ -352,8 +352,7 @@ _thread = _Thread()
 
 
 def pool_of(model: nn.Module, num_layers: int, options: Options) -> SharedPool:
-    """This thread's pool for new caches of `model` with these options; it lives as long as they
-    do."""
+    """This thread's pool for new caches of `model` with these options; they keep it alive."""
     key = id(model), *options
     pool = _thread.pools.get(key)
     if pool is None or pool.model is None or pool.model() is not model:

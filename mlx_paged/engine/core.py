@@ -338,8 +338,7 @@ class EngineCore:
                 self.stats.ttfts.append(request.first_token_time - request.arrival_time)
 
     def _append(self, choice: SampledToken) -> None:
-        """Give a request its next token. Its text may wait for more tokens, and a request that has
-        ended gets none."""
+        """Give a request that has not ended its next token. Its text may wait for more tokens."""
         request = choice.request
         if request.finish_reason or (request.synchronous and request.id not in self._beams):
             return  # it ended earlier in this very step
@@ -394,5 +393,5 @@ class EngineCore:
         completion = self._outputs.finish(request, reason)
         self.stats.requests_finished += 1
         self.stats.cached_prompt_tokens += min(request.num_cached, request.num_prompt)
-        self.stats.blocks_in_use = self.scheduler.allocator.blocks_in_use
+        self.stats.blocks_in_use = self.scheduler.allocator.store.blocks_in_use
         return completion if search is None else search.result(completion, self._outputs.text_of)

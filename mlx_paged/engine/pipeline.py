@@ -30,7 +30,6 @@ class _UnderWay(Generic[LaunchedT]):
     launched: LaunchedT
     step: Step
     seconds: float  # to schedule and launch it
-    blocks_in_use: int
 
 
 class StepPipeline(Generic[LaunchedT]):
@@ -65,9 +64,8 @@ class StepPipeline(Generic[LaunchedT]):
         return self._under_way is not None
 
     def advance(self, ahead: bool) -> StepResult:
-        """Finish one step. If `ahead`, launch the next step first. A failure of the model is not
-        raised; it is the result's fault: the caller uses the choices, then calls
-        :meth:`recover`."""
+        """Finish one step. If `ahead`, launch the next step first. A failure of the model is the
+        result's fault, not raised: the caller uses the choices, then calls :meth:`recover`."""
         result = StepResult()
         current, self._under_way = self._under_way, None
         if current is None:
@@ -154,12 +152,12 @@ class StepPipeline(Generic[LaunchedT]):
             request.num_in_flight += not request.synchronous
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
-        in_use = self._scheduler.allocator.blocks_in_use
+        step.blocks_in_use = self._scheduler.allocator.store.blocks_in_use
         result.launched.append(step)
         ended = self._now()
         result.schedule_seconds += committed_at - launched_at
         result.launch_seconds += launched_at - scheduled + ended - committed_at
-        return _UnderWay(launched, step, ended - started, in_use)
+        return _UnderWay(launched, step, ended - started)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
         started = self._now()
@@ -173,7 +171,6 @@ class StepPipeline(Generic[LaunchedT]):
         result.wait_seconds = self._now() - started
         result.step = current.step
         result.seconds = current.seconds + result.wait_seconds
-        result.blocks_in_use = current.blocks_in_use
         if self._known:
             for request in self._known:
                 request.num_in_flight += 1

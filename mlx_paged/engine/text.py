@@ -157,8 +157,7 @@ class PromptEncoder:
 
 
 def prompt_list(caller: str, prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """The prompts of a call: several, or one text or its token ids. Raises ValueError if they are
-    neither."""
+    """The prompts of a call, as a list: several, or one text or its token ids; else ValueError."""
     if isinstance(prompts, str):
         return [prompts]
     each = _items(caller, "prompts", prompts, "text, token ids, or a sequence of these")

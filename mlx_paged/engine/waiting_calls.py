@@ -16,8 +16,7 @@ OnOutput = Callable[[TokenOutput], None]
 
 
 class WaitingCalls(EngineCore):
-    """Adds requests and steps the engine until they have ended, or reads their tokens one by
-    one."""
+    """Adds requests and steps the engine until they have ended, or reads token by token."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

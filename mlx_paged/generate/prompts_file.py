@@ -36,8 +36,7 @@ class PromptSpec:
 
 
 def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
-    """Parse JSONL; blank lines are skipped. Raises ValueError, which names file, line and
-    mistake."""
+    """Parse JSONL; blank lines are skipped. Raises ValueError, which names file, line, mistake."""
     specs = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -54,15 +54,6 @@ class BlockAllocator:
         self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables)
         self._sequences: dict[int, SequenceBlocks] = {}
 
-    @property
-    def num_available(self) -> int:
-        """Blocks that can be handed out now: the free ones and the cached ones."""
-        return self.store.num_available
-
-    @property
-    def blocks_in_use(self) -> int:
-        return self.num_blocks - self.num_available
-
     def blocks_needed(self, num_tokens: int) -> int:
         """How many entries of one group hold `num_tokens` tokens."""
         return ceil_div(num_tokens, self.block_size)
@@ -104,13 +95,8 @@ class BlockAllocator:
 
     @property
     def snapshots(self) -> Snapshots | None:
-        """Snapshots of recurrent states; None without :meth:`require_states`."""
+        """Snapshots of recurrent states; None if there are none."""
         return self.store.prefixes[0].snapshots
-
-    def require_states(self, max_snapshots: int) -> None:
-        """Reuse prefixes only up to a kept snapshot of recurrent states, and keep at most
-        `max_snapshots`. All layers are in one group then."""
-        self.prefixes.require_states(max_snapshots)
 
     def admit(
         self,
@@ -141,7 +127,7 @@ class BlockAllocator:
             group.width * (stop - num_full) for group, stop in zip(self.groups, stops, strict=True)
         )
         shared = [block for of_group in blocks for block in of_group if block in store.idle]
-        available = self.num_available - sum(map(store.width_of, shared))
+        available = store.num_available - sum(map(store.width_of, shared))
         store.require(needed + spare, available)
 
         row, root = self.block_tables.add_row(), root_hash(salt)
@@ -248,8 +234,7 @@ class BlockAllocator:
         self.prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
 
     def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
-        """Keep a snapshot of the sequence's states if its block is registered and has no snapshot
-        at this position yet."""
+        """Keep a snapshot if its block is registered and has none at this position yet."""
         return self.prefixes.attach(self._sequence(seq_id), tokens, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
@@ -301,8 +286,7 @@ class BlockAllocator:
         return kept
 
     def forget_prefixes(self) -> None:
-        """Forget all cached content. No K/V written so far is reused; live sequences keep their
-        blocks."""
+        """Forget all cached content. No K/V so far is reused; live sequences keep their blocks."""
         self.store.drop_idle()
         for prefixes in self.store.prefixes:
             prefixes.clear()

@@ -30,8 +30,7 @@ def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
 
 
 class Staging:
-    """Memory for blocks that come into the pool. One memory is used again and again: to touch new
-    memory takes longer."""
+    """Memory for blocks that come into the pool, used again and again: new memory is slower."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = ops.pool_zeros((num_bytes,), mx.uint8)

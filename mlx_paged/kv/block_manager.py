@@ -315,7 +315,7 @@ class KVBlockManager:
 
     @property
     def blocks_in_use(self) -> int:
-        return self.allocator.blocks_in_use
+        return self.allocator.store.blocks_in_use
 
     @property
     def refcount_histogram(self) -> dict[int, int]:

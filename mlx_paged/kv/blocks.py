@@ -23,8 +23,7 @@ class OutOfBlocksError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: copy the content of block `src` to block `dst` before any write, in the arrays
-    of layer group `group`."""
+    """Copy block `src` to block `dst` before any write, in the arrays of layer group `group`."""
 
     src: int
     dst: int
@@ -33,8 +32,7 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class BlockTransfer:
-    """The content of one entry, or the recurrent states after it, on the way out of the pool or
-    into it."""
+    """The content of an entry, or the recurrent states after it, on its way from or to a pool."""
 
     key: bytes  # the name of the content outside the pool
     group: int
@@ -90,6 +88,10 @@ class BlockStore:
         """Blocks that can be handed out now: the free ones and those of idle entries."""
         return len(self.free) + self.num_idle
 
+    @property
+    def blocks_in_use(self) -> int:
+        return len(self.counts) - self.num_available
+
     def tables(self, entries: Int32Array, group: int) -> Int32Array:
         """The pool's blocks of tables of entries ``[R, M]`` for each member of the group:
         ``[members, R, M * pieces]``."""
@@ -115,8 +117,7 @@ class BlockStore:
         return blocks * size + within % size
 
     def blocks_of_entries(self, entries: Int32Array, group: int) -> Int32Array:
-        """The blocks of entries ``[n]``: ``[width, n]`` where an entry is several blocks, else
-        ``[0, n]``."""
+        """The blocks ``[width, n]`` of entries ``[n]``; ``[0, n]`` where an entry is one block."""
         return self._blocks[group][:, entries]
 
     def put_blocks(self, entries: Sequence[int], blocks: Sequence[Any], group: int) -> None:
@@ -157,8 +158,7 @@ class BlockStore:
             raise OutOfBlocksError(needed, available)
 
     def take(self, num_entries: int, group: int = 0) -> list[int]:
-        """Hand out entries with one reference each: of free blocks, then of the entries unused
-        longest."""
+        """Hand out entries with a reference each: of free blocks, then those unused longest."""
         width = self._widths[group]
         needed = num_entries * width
         num_left = max(0, len(self.free) - needed)
@@ -289,8 +289,7 @@ class BlockStore:
         return self.blocks_of(entry)
 
     def _settle(self, entries: list[int]) -> None:
-        """No sequence or copy needs these entries: those of known content become idle, the others
-        free."""
+        """Nothing needs these entries: those of known content become idle, the others free."""
         group_of, widths = self._group_of, self._widths
         for entry in entries:
             group = group_of[entry]

@@ -39,7 +39,7 @@ class GroupPrefixes:
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 
     def require_states(self, max_snapshots: int) -> None:
-        """Reuse prefixes only up to a snapshot of recurrent states."""
+        """Reuse prefixes only up to one of at most `max_snapshots` snapshots of states."""
         assert len(self._groups) == 1
         args = len(self._store.counts), self._block_size, self._store.idle
         self._store.prefixes = [StatefulPrefixCache(*args, max_snapshots)]

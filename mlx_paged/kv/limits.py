@@ -83,8 +83,3 @@ class HeldLimits:
         self.release = finalize(self.holder, _limits.release, cache)
         for each in (self.release, finalize(self.holder, _limits.clear)):
             each.atexit = False
-
-
-def hold_limits(cache: int | None) -> HeldLimits | None:
-    """Where `cache` is None, on a CPU, do nothing; return None."""
-    return None if cache is None else HeldLimits(cache)

@@ -171,8 +171,6 @@ class KVPool:
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy whole blocks in every layer, in place; the handles change as in a write."""
-        if not copies:
-            return
         uploaded: dict[frozenset[int], mx.array] = {}  # by groups: most arrays have the same
         for layer, array in enumerate(self._arrays):
             groups = frozenset(array.groups)
@@ -202,10 +200,10 @@ class KVPool:
         k, v = dequantized(k, of_k, shape.dtype), dequantized(v, of_v, shape.dtype)
         return (ops.hadamard(k), ops.hadamard(v)) if shape.rotates else (k, v)
 
-    def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
-        """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
-        `runs` are the sequence's blocks, from :func:`head_runs`."""
-        return self.read(layer, lambda cache: _gather_heads(cache, runs)[:, :, :num_tokens])
+    def gather(self, layer: int, *wanted: Any) -> tuple[mx.array, mx.array]:
+        """K and V, ``[B, n_kv_heads, num_tokens, head_dim]`` each. `wanted` are the block tables,
+        the number of tokens and, if known, :func:`head_runs` of the tables."""
+        return self.read(layer, lambda cache: ops.gather_blocks(cache, *wanted))
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
@@ -272,8 +270,7 @@ class KVPool:
             handles[:] = first
 
     def replace_handles(self, handles: Iterable[mx.array]) -> None:
-        """Replace every layer's handles by others over the same buffers, in the order of
-        :meth:`handles`."""
+        """Replace all handles by others over the same buffers, in the order of :meth:`handles`."""
         given = iter(handles)
         for of_layers in self._stored:
             of_layers[:] = islice(given, self.n_layers)
@@ -284,8 +281,7 @@ class KVPool:
 
 
 def _evaluate(*arrays: mx.array) -> None:
-    """Evaluate arrays. Large arrays are waited for. Small arrays are only queued: to wait takes
-    longer than to compute them."""
+    """Evaluate arrays: wait for large ones, and queue small ones, which is faster."""
     evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
     evaluate(*arrays)
 
@@ -307,19 +303,10 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
     return written
 
 
-def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
-    """The index of each head's part of each block, ``[n_kv_heads, n]``, in an array of the pool
-    whose blocks and heads are one axis. `block_ids` are the blocks in logical order, ``[n]``."""
-    return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
-
-
-def _gather_heads(cache: mx.array, runs: mx.array) -> mx.array:
-    """The blocks of each head, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
-    n_kv_heads, num_blocks, block_size, head_dim = cache.shape
-    if head_dim == 0:
-        return mx.zeros((1, n_kv_heads, runs.shape[1] * block_size, 0), cache.dtype)
-    rows = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
-    return ops.take_from_pool(rows, runs).reshape(1, n_kv_heads, -1, head_dim)
+def head_runs(tables: mx.array, n_kv_heads: int) -> mx.array:
+    """The index of each head's part of each block, ``[B, n_kv_heads, M]``, in an array of the pool
+    whose blocks and heads are one axis. `tables` are block tables, ``[B, M]``."""
+    return tables[:, None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:

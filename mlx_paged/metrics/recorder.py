@@ -142,15 +142,15 @@ class TickRecorder:
     def metrics(self) -> dict[str, Any]:
         """Counters, current levels and a summary of the latest ticks, as JSON values."""
         stats, scheduler = self._stats, self._scheduler
-        allocator = scheduler.allocator
-        histogram = allocator.store.refcount_histogram()
+        store = scheduler.allocator.store
+        histogram = store.refcount_histogram()
         return {
             **stats.as_dict(),
             **self._config.log.summary(),
             "running": len(scheduler.running),
             "waiting": scheduler.num_waiting,
-            "blocks_in_use": allocator.blocks_in_use,
-            "blocks_cached": allocator.store.num_idle,
+            "blocks_in_use": store.blocks_in_use,
+            "blocks_cached": store.num_idle,
             "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
             "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
             "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
@@ -220,7 +220,7 @@ class TickRecorder:
         stats.prompt_tokens += tick.prefill_tokens
         stats.generation_tokens += tick.sampled
         stats.peak_running = max(stats.peak_running, len(spans))
-        stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, result.blocks_in_use)
+        stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, step.blocks_in_use)
         stats.record_memory(reads)
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
@@ -230,15 +230,15 @@ class TickRecorder:
     def _record_levels(self, tick: Tick) -> None:
         """Current levels, and how much the counters grew since the tick before."""
         stats, scheduler = self._stats, self._scheduler
-        allocator = scheduler.allocator
+        allocator, store = scheduler.allocator, scheduler.allocator.store
         tick.running, tick.waiting = len(scheduler.running), len(scheduler.waiting)
         if scheduler.tier is not None:
             tick.waiting += len(scheduler.tier.loading)
-        tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.store.num_idle
+        tick.blocks_in_use, tick.blocks_cached = store.blocks_in_use, store.num_idle
         stats.blocks_in_use = tick.blocks_in_use
         tick.preemptions = scheduler.num_preemptions - stats.preemptions
-        tick.cow_clones = allocator.store.cow_clones - stats.cow_clones
-        tick.evictions = allocator.store.evictions - stats.evictions
+        tick.cow_clones = store.cow_clones - stats.cow_clones
+        tick.evictions = store.evictions - stats.evictions
         tick.prefix_hit_tokens = allocator.prefix_hit_tokens - stats.prefix_hit_tokens
         stats.preemptions += tick.preemptions
         stats.cow_clones += tick.cow_clones

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.scheduler.step import Span
 
 IntArray = npt.NDArray[np.int64]
@@ -128,7 +127,7 @@ class EngineStats:
     def record_memory(self, reads: Reads) -> None:
         """Update the peaks of live tokens and of mlx-lm's caches."""
         growth_bytes = STOCK_GROWTH * self.token_bytes
-        padded = int(reads.num_spans * ceil_div(reads.longest, STOCK_GROWTH) * growth_bytes)
+        padded = int(reads.num_spans * -(-reads.longest // STOCK_GROWTH) * growth_bytes)
         contiguous = int(reads.stock_steps * growth_bytes)
         self.peak_live_tokens = max(self.peak_live_tokens, reads.tokens)
         self.padded_kv_bytes = max(self.padded_kv_bytes, padded)

@@ -255,8 +255,7 @@ class TickLog(deque[Tick]):
         return dict(zip(self._names, self._totals, strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """Percentiles of each time over the held ticks, and the spikes, as JSON values. Times that
-        are not measured are None."""
+        """Percentiles of the held ticks' times, None if not measured; spikes. JSON values."""
         found: dict[str, Any] = {name: self._percentiles(name, self) for name in TIMES}
         decodes = [tick for tick in self if not tick.has_prompt_tokens]
         prefills = [tick for tick in self if tick.has_prompt_tokens]

@@ -136,11 +136,11 @@ def _rope(a: mx.array, dims: int, **options: Any) -> mx.array:
     base, freqs, stream = options.get("base"), options.get("freqs"), options.get("stream")
     is_whole = options.keys() >= {"traditional", "base", "scale", "offset"}
     given_once = is_whole and (base is None) != (freqs is None)
-    fits_freqs = freqs is None or freqs.shape == (dims // 2,)
-    if not (_fits(a) and a.ndim in (3, 4) and given_once and fits_freqs):
+    fits_dims = dims % 2 == 0 and (freqs is None or freqs.shape == (dims // 2,))
+    if not (_fits(a) and a.ndim in (3, 4) and given_once and fits_dims):
         return mlx_rope(a, dims, **options)
     if freqs is None:
-        frequencies = _frequencies(dims, base)
+        frequencies = rope_frequencies(dims, base)
     else:
         frequencies = mx.reciprocal(freqs.astype(mx.float32), stream=stream)
     scale, traditional = options["scale"], options["traditional"]
@@ -150,8 +150,10 @@ def _rope(a: mx.array, dims: int, **options: Any) -> mx.array:
 
 
 @cache
-def _frequencies(dims: int, base: float) -> mx.array:
-    frequencies = _ext.layers.rope_frequencies(dims, base)
+def rope_frequencies(dims: int, base: float) -> mx.array:
+    """The frequencies ``[dims / 2]`` that ``mx.fast.rope`` computes from a base, bit for bit."""
+    step = mx.log(mx.array(base, mx.float32)) / (dims // 2)
+    frequencies = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * step)
     mx.eval(frequencies)
     return frequencies
 

@@ -161,7 +161,8 @@ class ModelRunner:
         free_graphs_with_thread()
         if before is not None:
             self.sample_late(before)
-        self.pool.copy_blocks(step.copies)
+        if step.copies:
+            self.pool.copy_blocks(step.copies)
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, list):
                 snapshot.states = unpacked(snapshot.states)
@@ -205,10 +206,9 @@ class ModelRunner:
         if requests:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
             rows, tokens = _joined(logits), _joined(newest)
-            args = rows, requests, tokens, np.concatenate(lengths), scores, drafts
-            launched.unsampled = args
+            launched.unsampled = rows, requests, tokens, np.concatenate(lengths), scores, drafts
             if any([request.grammar is not None for request in requests]):
-                pending.append(args[0])
+                pending.append(rows)
                 self._begin(pending)  # the device computes while masks are made
             self._sample(launched)
         self._begin_last(launched)

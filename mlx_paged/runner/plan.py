@@ -77,8 +77,7 @@ class PlanWriter:
         return self._numbers[snapshot]
 
     def _table_changes(self, rows: Int32Array) -> list[Any]:
-        """Row, group, first column, and from there on the entries and their blocks, of each row
-        that changed."""
+        """Of each changed row: row, group, first column, and from there on entries and blocks."""
         tables, changes = self._allocator.block_tables, list[Any]()
         versions = tables.versions(rows).tolist()
         for group in range(len(self._allocator.groups)):

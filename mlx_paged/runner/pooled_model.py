@@ -25,7 +25,7 @@ from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
-from mlx_paged.kv.limits import hold_limits
+from mlx_paged.kv.limits import HeldLimits
 from mlx_paged.kv.memory import (
     COPIED,
     MemoryBudget,
@@ -196,7 +196,8 @@ class PooledModel:
             num_blocks, block_size, self.plan.groups, config.prefill_chunk
         )
         self._budget = measured.budget
-        self.limits = hold_limits(self._budget.cache)
+        cache = self._budget.cache
+        self.limits = None if cache is None else HeldLimits(cache)
         if self.limits is not None:
             self._budget = replace(self._budget, cache=self.limits.cache)
         holder = self.limits and self.limits.holder
@@ -263,23 +264,8 @@ class PooledModel:
             runner.drop(request)
 
     @property
-    def k(self) -> list[mx.array]:
-        """Keys of each array of the pool, ``[n_kv_heads, num_blocks, block_size, head_dim]``."""
-        return self.pool.k
-
-    @property
-    def v(self) -> list[mx.array]:
-        """Values, likewise."""
-        return self.pool.v
-
-    @property
     def blocks_in_use(self) -> int:
-        return self.allocator.blocks_in_use
-
-    @property
-    def cow_clones(self) -> int:
-        """Blocks copied on write so far."""
-        return self.allocator.store.cow_clones
+        return self.allocator.store.blocks_in_use
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held and that nothing leaks."""

@@ -160,8 +160,7 @@ def _top_k(params: SamplingParams, vocab: int) -> int:
 def _biases(
     params: Sequence[SamplingParams], vocab: int
 ) -> tuple[tuple[mx.array, mx.array, mx.array] | None, dict[int, Exception]]:
-    """Rows and tokens ``[N]`` int32 of all biases with their numbers ``[N]`` float32, and errors
-    by row."""
+    """All biases, as rows and tokens ``[N]`` int32 and numbers ``[N]`` float32; errors by row."""
     cells: list[tuple[int, int]] = []
     values: list[float] = []
     errors: dict[int, Exception] = {}

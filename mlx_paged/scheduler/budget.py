@@ -1,8 +1,8 @@
 """How many prompt tokens a step computes besides its decodes. Knows no mlx."""
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.cost_model import CostModel, StepWork
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.cost_model import CostModel
+from mlx_paged.scheduler.step import Span, Step, StepWork
 
 MIN_CHUNK = 16
 """Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens
@@ -84,8 +84,7 @@ class ChunkBudget:
 
 
 def _scorable(step: Step, request: Request, wanted: int) -> int:
-    """How many of the `wanted` tokens of a request whose log-probabilities are wanted `step` can
-    still compute."""
+    """How many of the `wanted` tokens, which get log-probabilities, `step` can still compute."""
     start, spans = request.num_computed, step.spans
     room = MOST_SCORED - sum(len(span.request.scored(span.start, span.stop)) for span in spans)
     rows = request.scored(start, start + wanted)

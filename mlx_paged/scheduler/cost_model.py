@@ -5,7 +5,8 @@ from bisect import bisect_right
 from collections import deque
 from operator import add, le, mul
 from statistics import median
-from typing import NamedTuple
+
+from mlx_paged.scheduler.step import StepWork
 
 FORGETTING = 0.98  # weight of an observation relative to the next one: about 50 of a kind count
 SWEEPS = 4  # sweeps of coordinate descent per observation, each from the previous coefficients
@@ -33,31 +34,14 @@ or a compilation makes fewer steps slow. One usual difference among the ten does
 """
 
 
-class StepWork(NamedTuple):
-    """What a step computes."""
-
-    decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
-    decode_context: int = 0  # sum of the context lengths of these rows
-    chunk_tokens: int = 0  # tokens of prefill chunks
-    chunk_context: int = 0  # sum of the context lengths of these tokens; position p has p + 1
-
-    @classmethod
-    def chunk(cls, start: int, num_tokens: int) -> "StepWork":
-        """A prefill chunk of `num_tokens` tokens from position `start`."""
-        return cls(0, 0, num_tokens, num_tokens * start + num_tokens * (num_tokens + 1) // 2)
-
-    def __add__(self, other: "StepWork") -> "StepWork":  # type: ignore[override]
-        return StepWork(*map(add, self, other))
-
-    @property
-    def features(self) -> list[float]:
-        """The inputs of the linear function that predicts seconds."""
-        # Chunks first: `_descend` counts time as theirs where steps do not tell whose it is.
-        chunks = (self.chunk_tokens, self.chunk_context)
-        return [*chunks, 1.0, self.decode_rows, self.decode_context]
+def features_of(work: StepWork) -> list[float]:
+    """The inputs of the linear function that predicts seconds. Chunks come first: `_descend` counts
+    time as theirs where steps do not tell whose it is."""
+    chunks = (work.chunk_tokens, work.chunk_context)
+    return [*chunks, 1.0, work.decode_rows, work.decode_context]
 
 
-NUM_FEATURES = len(StepWork().features)
+NUM_FEATURES = len(features_of(StepWork()))
 
 
 class NormalEquations:
@@ -104,7 +88,7 @@ class CostModel:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from the time of a step, a finite number > 0."""
         assert 0 < seconds < math.inf, f"seconds is {seconds}"
-        features = work.features
+        features = features_of(work)
         equations = self._chunks if work.chunk_tokens else self._decodes
         known = [NOVELTY * largest for largest in self._largest]
         if equations.num_rows >= WARM_UP and all(map(le, features, known)):
@@ -117,7 +101,7 @@ class CostModel:
 
     def predict(self, work: StepWork) -> float:
         """Seconds that a step will take; 0 before the first observation."""
-        seconds: float = sum(map(mul, self.coefficients, work.features))
+        seconds: float = sum(map(mul, self.coefficients, features_of(work)))
         return self.slowness * self.drift * seconds
 
     @property

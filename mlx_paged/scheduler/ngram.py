@@ -57,8 +57,7 @@ class NgramDrafter:
 
 
 class Shares:
-    """Guesses and right ones among them: in short runs, in long ones, behind an edit; old ones
-    count less."""
+    """Guesses, and right ones: in short runs, long ones, behind an edit; old ones count less."""
 
     def __init__(self, right: float, guesses: float) -> None:
         self.right, self.guesses = [right] * 3, [guesses] * 3

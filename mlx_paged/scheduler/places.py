@@ -70,13 +70,8 @@ class Places:
         """Requests in the queue, and those that wait for the disk."""
         return len(self.waiting) + (0 if self.tier is None else len(self.tier.loading))
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.num_waiting or self.running)
-
     def check_fits(self, request: Request) -> None:
-        """Raise ValueError if the request needs more blocks than the pool has, or what the runner
-        cannot compute."""
+        """Raise ValueError if the pool can never hold the request, or the runner not compute it."""
         wanted = request.params.prompt_logprobs
         can = self._scores or wanted is None
         expected = "None, for several processes compute the model"

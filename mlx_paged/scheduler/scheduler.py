@@ -1,6 +1,7 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
@@ -161,13 +162,12 @@ class Scheduler(Places):
         self._schedule_prompts(step)
 
     def _schedule_decodes(self, step: Step, decodes: list[Request]) -> None:
-        needed = self.allocator.blocks_to_append(len(decodes))
-        fits = needed <= self.allocator.num_available
-        if fits and not any([request.samples for request in decodes]):
+        if not any([request.samples for request in decodes]):
             positions = [request.num_computed for request in decodes]
-            step.copies += self.allocator.append_each([r.id for r in decodes], positions)
-            step.add_decodes(decodes, positions)
-            return
+            with suppress(OutOfBlocksError):
+                step.copies += self.allocator.append_each([r.id for r in decodes], positions)
+                step.add_decodes(decodes, positions)
+                return
         for request in decodes:
             if request.id in self.running:  # not preempted by an earlier one
                 self._schedule(step, request, 1)

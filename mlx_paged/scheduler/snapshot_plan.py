@@ -19,7 +19,7 @@ class SnapshotPlan:
     """
 
     def __init__(self, allocator: BlockAllocator, max_snapshots: int) -> None:
-        allocator.require_states(max_snapshots)
+        allocator.prefixes.require_states(max_snapshots)
         self._allocator = allocator
 
     def stop(self, request: Request, start: int, stop: int) -> int:

@@ -9,8 +9,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
-from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.scheduler.cost_model import TOKENS_GROWTH
+from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
 
 MIN_GAIN = 1.03  # tokens per second that drafts must promise, relative to a step without drafts
 TRIAL = 8  # every 8th step with drafts takes half of them, which shows what a draft costs
@@ -86,7 +86,7 @@ class Speculation:
             stop = start + 1 + len(drafts)
             more = self._allocator.blocks_needed(stop) - self._allocator.blocks_needed(start)
             needed = reserved + self._allocator.blocks_to_append(more)
-            if not drafts or needed > self._allocator.num_available:
+            if not drafts or needed > self._allocator.store.num_available:
                 continue
             try:
                 step.copies += self._allocator.make_writable(request.id, start, stop)
@@ -97,8 +97,7 @@ class Speculation:
         return [request for request in decodes if request.id not in step.requests]
 
     def accept(self, step: Step, choices: list[SampledToken]) -> list[SampledToken]:
-        """The choices up to the first wrong draft of each request; the K/V of wrong drafts is
-        given up."""
+        """Each request's choices up to its first wrong draft; wrong drafts' K/V is given up."""
         spans = {span.request.id: span for span in step.spans if span.drafts}
         if not spans:
             return choices

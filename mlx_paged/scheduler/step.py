@@ -1,15 +1,31 @@
-"""What one forward pass of the model computes, and what the engine asks of the runner that computes
-it. Knows no mlx."""
+"""What one forward pass computes, and what the engine asks of its runner. Knows no mlx."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
+from operator import add
 from typing import NamedTuple, Protocol, TypeVar
 
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.request import Request
-from mlx_paged.scheduler.cost_model import StepWork
+
+
+class StepWork(NamedTuple):
+    """What a step computes."""
+
+    decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
+    decode_context: int = 0  # sum of the context lengths of these rows
+    chunk_tokens: int = 0  # tokens of prefill chunks
+    chunk_context: int = 0  # sum of the context lengths of these tokens; position p has p + 1
+
+    @classmethod
+    def chunk(cls, start: int, num_tokens: int) -> "StepWork":
+        """A prefill chunk of `num_tokens` tokens from position `start`."""
+        return cls(0, 0, num_tokens, num_tokens * start + num_tokens * (num_tokens + 1) // 2)
+
+    def __add__(self, other: "StepWork") -> "StepWork":  # type: ignore[override]
+        return StepWork(*map(add, self, other))
 
 
 @dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
@@ -33,14 +49,9 @@ class Span:
         return self.stop - self.start
 
     @property
-    def certain_stop(self) -> int:
-        """The end of its tokens without drafts."""
-        return self.stop - len(self.drafts)
-
-    @property
     def known(self) -> list[int]:
         """Its tokens, drafts included; none if its only token is still being chosen."""
-        tokens = self.request.tokens[self.start : self.certain_stop]
+        tokens = self.request.tokens[self.start : self.stop - len(self.drafts)]
         return [*tokens, *self.drafts] if self.drafts else tokens
 
     def pieces(self) -> list["Span"]:
@@ -99,6 +110,7 @@ class Step:
     # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
     max_chunk_tokens: int | None = None  # limit of its chunks; None: the scheduler's budget
+    blocks_in_use: int = 0  # when it was launched
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
 
     def add(self, span: Span) -> None:
@@ -215,5 +227,4 @@ class StepResult:
     launch_seconds: float = 0.0  # building and submitting the graph
     wait_seconds: float = 0.0  # waiting for the device
     launched: list[Step] = field(default_factory=list)  # the steps launched in the call
-    blocks_in_use: int = 0  # when `step` was launched
     fault: Fault | None = None  # `step` or a launched one failed. The choices are still valid.

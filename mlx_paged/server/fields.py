@@ -150,26 +150,7 @@ TEXT: dict[str, Rule] = {
 }
 
 
-API_OF = {"chat": CHAT, "completions": TEXT, "messages": CHAT, "responses": CHAT}
-"""By API: rules beside :data:`BOTH`."""
-
-
 def all_fields() -> set[str]:
     """Every field that a table names."""
     tables = BOTH, CHAT, TEXT, SAMPLING, LABELS, ONLY, ASIDE, CONSTRAINTS, *OWN.values()
     return {name for table in tables for name in table}
-
-
-def treatment(api: str, name: str) -> str:
-    """What an API of :data:`API_OF` does with a field, for the documentation."""
-    if (api, name) == ("responses", "messages"):
-        return "refused"
-    if name in OWN.get(api, ()) or name in BOTH or name in API_OF[api]:
-        return "obeyed"
-    if name in SAMPLING or name in CONSTRAINTS:
-        return "obeyed"
-    if name in LABELS:
-        return "changes no answer"
-    unless = " or ".join(repr(x) for x in ONLY.get(name, ASIDE.get(name, ())))
-    what = "refused" if name in ONLY else "ignored by name"
-    return f"{what}, unless {unless}" if unless else what

@@ -79,7 +79,7 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     del parts["tick"]  # the sum of the others
     referenced = _by_power_of_two(allocator.store.refcount_histogram())
     queries = stats.prefix_hit_tokens + stats.prompt_tokens
-    usage = allocator.blocks_in_use / allocator.num_blocks
+    usage = allocator.store.blocks_in_use / allocator.num_blocks
     vllm = "As in vLLM."
     config = GAUGE("vllm:cache_config_info", vllm, labels=["block_size", "num_gpu_blocks"])
     config.add_metric([str(stats.block_size), str(allocator.num_blocks)], 1)

@@ -295,19 +295,20 @@ def test_layers_share_what_a_chunk_is_gathered_by(window):
     first = chunk.keys(window, 2, BLOCK)
     view.attend(query)
     assert chunk.keys(window, 2, BLOCK) is first
-    assert chunk.keys(window, 4, BLOCK).runs.shape[0] == 4
+    assert chunk.keys(window, 4, BLOCK).wanted[2].shape[1] == 4
     assert chunk.keys(chunk.stop, 2, BLOCK) is chunk.keys(None, 2, BLOCK)
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_the_number_of_gathered_blocks_is_even_and_the_added_ones_are_the_last_again(window):
     chunk = Chunk(0, 100, 44, mx.arange(7, 43))  # 36 blocks of 4 tokens
-    keys = chunk.keys(window, 2, BLOCK)
+    table, num_keys, runs = chunk.keys(window, 2, BLOCK).wanted
     first = 0 if window is None else 61 // BLOCK
     blocks = [*range(7 + first, 43)]
     added = [42] * (even_length(36 - first) - len(blocks))
-    assert added and keys.runs[0].tolist() == [2 * block for block in blocks + added]
-    assert keys.num_keys == 144 - BLOCK * first
+    assert added and table.tolist() == [blocks + added]
+    assert runs[0, 0].tolist() == [2 * block for block in blocks + added]
+    assert num_keys == 144 - BLOCK * first
 
 
 def test_even_lengths_are_few_and_at_most_a_quarter_more():
@@ -322,7 +323,7 @@ def test_an_engine_gathers_long_chunks_on_a_gpu(monkeypatch):
     engine = Engine(model, block_size=BLOCK, num_blocks=64, prefill_chunk=64)
     path_counts.clear()
     [done] = engine.generate([prompt], max_tokens=12)
-    n_layers = len(engine.manager.k)
+    n_layers = len(engine.manager.pool.k)
     # the last layer computes only the last token of the prompt, a row like a decode
     assert path_counts == {"gather": n_layers - 1, "paged": n_layers * 11 + 1}
     assert done.tokens == solo_greedy(model, prompt, 12)

@@ -7,7 +7,7 @@ import pytest
 from mlx_paged import Engine, ops
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.pool import KVPool, as_int32, head_runs
+from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import Batching, probe
 from tests.support.models.architectures import VOCAB, build
@@ -130,7 +130,7 @@ class TestPool:
     def test_a_gather_has_keys_and_their_first_columns(self):
         pool = latent_pool()
         pool.write(0, *random_rows(24), as_int32(range(24)))
-        k, v = pool.gather(0, head_runs(as_int32([3, 1]), 1), 7)
+        k, v = pool.gather(0, as_int32([[3, 1]]), 7)
         flat = as_numpy(pool.k[0])[:, [3, 1]].reshape(1, 1, 8, RANK + ROPE)[:, :, :7]
         np.testing.assert_array_equal(as_numpy(k), flat)
         np.testing.assert_array_equal(as_numpy(v), flat[..., :RANK])
@@ -255,7 +255,7 @@ def test_half_precision_latents_are_paged_in_their_own_dtype():
     engine = Engine(model, block_size=4, num_blocks=64)
     path_counts.clear()
     done = engine.generate(PROMPTS, max_tokens=4)
-    assert {cache.dtype for cache in engine.manager.k + engine.manager.v} == {mx.bfloat16}
+    assert {cache.dtype for cache in engine.manager.pool.k + engine.manager.pool.v} == {mx.bfloat16}
     assert path_counts["paged"] > 0 and all(len(completion.tokens) == 4 for completion in done)
 
 

@@ -126,7 +126,7 @@ def test_trimmed_blocks_are_free_or_cached_and_their_content_is_still_found():
     allocator.make_writable(0, 0, 20)
     allocator.register_prefix(0, tokens, 8)
     allocator.trim(0, 15)
-    assert (allocator.blocks_in_use, allocator.store.num_idle) == (3, 2)
+    assert (allocator.store.blocks_in_use, allocator.store.num_idle) == (3, 2)
     allocator.register_prefix(0, tokens, 20)
     allocator.trim(0, 9)  # never back
     allocator.fork(0, 1)
@@ -136,7 +136,7 @@ def test_trimmed_blocks_are_free_or_cached_and_their_content_is_still_found():
     allocator.free(0)
     allocator.free(1)
     allocator.check_integrity()
-    assert allocator.blocks_in_use == 0
+    assert allocator.store.blocks_in_use == 0
 
 
 def test_blocks_trimmed_before_they_were_offered_are_not_offered():

@@ -120,7 +120,7 @@ def test_timing_forks_leaves_nothing_behind(model):
     assert not engine.has_work
     assert engine.stats.requests_finished == 1 + memory.FORK_BATCHES * (1 + work.n)
     engine.manager.allocator.check_integrity()
-    assert engine.manager.allocator.blocks_in_use == 0
+    assert engine.manager.allocator.store.blocks_in_use == 0
 
 
 def test_separate_requests_share_nothing(model):

@@ -147,7 +147,7 @@ def test_memory_follows_use_over_a_thousand_requests(kind, memory, compactions):
     pool, before = new_pool(kind), held_bytes()
     for i, kept in enumerate(histories(kind, pool, 1000 if memory == "reserved" else 200)):
         block_bytes = pool.nbytes // pool.allocator.num_blocks
-        live = pool.allocator.blocks_in_use * block_bytes
+        live = pool.allocator.store.blocks_in_use * block_bytes
         assert pool.nbytes <= 1.5 * live + STEP * block_bytes
         if i % 20 == 0:
             assert abs(live - sum(pair.nbytes for pair in kept)) < 100
@@ -216,7 +216,7 @@ def test_an_lru_prompt_cache_counts_what_the_pool_holds(llama):
     assert len(entries) == 3
     live = sum(c.nbytes for entry in entries for c in entry.prompt_cache)
     block_bytes = pool.nbytes // pool.allocator.num_blocks
-    assert abs(live - pool.allocator.blocks_in_use * block_bytes) < 100
+    assert abs(live - pool.allocator.store.blocks_in_use * block_bytes) < 100
     assert pool.nbytes <= 1.5 * live + STEP * block_bytes
 
 

@@ -184,7 +184,9 @@ def test_kv_memory_is_a_bound_in_bytes(model):
     engine = Engine(model, kv_memory=1_000_000, block_size=16)
     pool = engine.manager.pool
     assert pool.nbytes <= 1_000_000 < pool.nbytes + pool.block_bytes
-    assert pool.nbytes == sum(cache.nbytes for cache in engine.manager.k + engine.manager.v)
+    assert pool.nbytes == sum(
+        cache.nbytes for cache in engine.manager.pool.k + engine.manager.pool.v
+    )
 
 
 def test_the_default_pool_is_no_larger_than_the_tokens_to_come(model):
@@ -217,5 +219,5 @@ def test_memory_does_not_grow_from_step_to_step(model):
     for _ in range(300):
         engine.step()
     assert mx.get_active_memory() - before < 64 * 1024
-    pool_of_a_layer = engine.manager.pool.nbytes / len(engine.manager.k) / 2
+    pool_of_a_layer = engine.manager.pool.nbytes / len(engine.manager.pool.k) / 2
     assert mx.get_peak_memory() - before < pool_of_a_layer, "a step copied a pool"

@@ -150,7 +150,7 @@ def test_half_precision_models_page_their_own_dtype(llama):
     model.set_dtype(mx.bfloat16)
     engine = Engine(model, block_size=8, num_blocks=64)
     engine.generate(PROMPTS[:3], max_tokens=4)
-    assert {cache.dtype for cache in engine.manager.k + engine.manager.v} == {mx.bfloat16}
+    assert {cache.dtype for cache in engine.manager.pool.k + engine.manager.pool.v} == {mx.bfloat16}
     assert_drained(engine)
 
 

@@ -162,11 +162,14 @@ def test_a_fork_moves_no_block_and_its_first_write_copies_one(model):
     parent = engine.add_request(PROMPT, max_tokens=40)
     run_until(engine, parent, 8)
     engine._settle()
-    in_use, clones = engine.manager.blocks_in_use, engine.manager.cow_clones
+    in_use, clones = engine.manager.blocks_in_use, engine.manager.allocator.store.cow_clones
     children = [engine.fork(parent, temperature=1.0, seed=i, max_tokens=2) for i in range(5)]
-    assert engine.manager.blocks_in_use == in_use and engine.manager.cow_clones == clones
+    assert (
+        engine.manager.blocks_in_use == in_use
+        and engine.manager.allocator.store.cow_clones == clones
+    )
     engine.step()
-    assert engine.manager.cow_clones - clones <= len(children) + 1
+    assert engine.manager.allocator.store.cow_clones - clones <= len(children) + 1
     assert engine.manager.blocks_in_use <= in_use + len(children) + 1
     engine.abort(parent)
     finish(engine)

@@ -60,7 +60,7 @@ def test_the_tokens_are_mlx_lms(architecture, share, temperature):
     if share == 1.0:
         assert engine.stats.steps < 5 * 20 / 2, "drafts save steps"
     engine.scheduler.allocator.check_integrity()
-    assert engine.scheduler.allocator.blocks_in_use == 0
+    assert engine.scheduler.allocator.store.blocks_in_use == 0
 
 
 @pytest.mark.slow
@@ -276,7 +276,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperatur
     drafted, accepted = engine.stats.drafts, engine.stats.accepted_drafts
     assert drafted > 20 and accepted > 0.95 * drafted
     draft_model = engine.scheduler.speculation.drafter
-    assert not draft_model._shadows and draft_model._allocator.blocks_in_use == 0
+    assert not draft_model._shadows and draft_model._allocator.store.blocks_in_use == 0
     draft_model._allocator.check_integrity()
 
 

@@ -66,7 +66,12 @@ class AllocatorMachine(RuleBasedStateMachine):
     def _snapshot(self) -> object:
         allocator = self.allocator
         tables = {seq_id: allocator.table(seq_id).tolist() for seq_id in self.contents}
-        return tables, allocator.num_available, allocator.store.num_idle, allocator.store.cow_clones
+        return (
+            tables,
+            allocator.store.num_available,
+            allocator.store.num_idle,
+            allocator.store.cow_clones,
+        )
 
     def _new_id(self) -> int:
         self.next_id += 1
@@ -118,7 +123,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert error.needed > error.available and self._snapshot() == before
             return multiple()
         assert admission.num_cached == expected < len(tokens)
-        assert self.allocator.num_available >= spare
+        assert self.allocator.store.num_available >= spare
         if admission.miss is None:
             worth = max(1, self.allocator.block_size // 4)
             left = len(tokens) - 1 - expected
@@ -148,9 +153,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         if parent in self.unwritten:
             self._dispatch()
         child = self._new_id()
-        in_use = self.allocator.blocks_in_use
+        in_use = self.allocator.store.blocks_in_use
         self.allocator.fork(parent, child)
-        assert self.allocator.blocks_in_use == in_use
+        assert self.allocator.store.blocks_in_use == in_use
         self.contents[child] = list(self.contents[parent])
         return child
 
@@ -245,7 +250,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.every_sequence_reads_what_its_own_tokens_wrote()
             for seq_id in list(self.contents):
                 self.allocator.free(seq_id)
-            assert self.allocator.blocks_in_use == 0
+            assert self.allocator.store.blocks_in_use == 0
 
 
 AllocatorMachine.TestCase.settings = settings(

@@ -12,23 +12,23 @@ def test_paged_accounting_needs_30_blocks_where_static_reservation_takes_64():
     allocator = BlockAllocator(num_blocks=64, block_size=16)
     for seq_id, length in enumerate(lengths):
         allocator.admit(seq_id, length)
-    assert allocator.blocks_in_use == 2 + 8 + 4 + 16 == 30
+    assert allocator.store.blocks_in_use == 2 + 8 + 4 + 16 == 30
     assert len(lengths) * allocator.blocks_needed(max(lengths)) == 64
 
 
 def test_lifecycle_admission_growth_on_the_boundary_release():
     allocator = BlockAllocator(num_blocks=64, block_size=4)
     allocator.admit(0, 12)
-    assert len(allocator.table(0)) == 3 and allocator.num_available == 61
+    assert len(allocator.table(0)) == 3 and allocator.store.num_available == 61
     allocator.make_writable(0, 12, 13)  # the thirteenth token opens a fourth block
-    assert len(allocator.table(0)) == 4 and allocator.num_available == 60
+    assert len(allocator.table(0)) == 4 and allocator.store.num_available == 60
     for position in (13, 14, 15):  # and the next three fill it
         allocator.make_writable(0, position, position + 1)
     assert len(allocator.table(0)) == 4
     allocator.make_writable(0, 16, 17)
     assert len(allocator.table(0)) == 5
     allocator.free(0)
-    assert allocator.num_available == 64
+    assert allocator.store.num_available == 64
     allocator.check_integrity()
 
 
@@ -44,7 +44,7 @@ def test_freed_blocks_are_handed_out_again():
 def test_exhaustion_is_refused_and_ends_when_blocks_come_back():
     allocator = BlockAllocator(num_blocks=2, block_size=4)
     allocator.admit(0, 8)
-    assert allocator.num_available == 0
+    assert allocator.store.num_available == 0
     with pytest.raises(OutOfBlocksError, match="1 KV blocks needed, 0 available"):
         allocator.admit(1, 4)
     assert 1 not in allocator
@@ -72,7 +72,7 @@ def test_fork_shares_everything_and_copies_only_the_tail_on_write():
     allocator.admit(0, 10)
     parent = allocator.table(0).tolist()
     allocator.fork(0, 1)
-    assert allocator.table(1).tolist() == parent and allocator.blocks_in_use == 3
+    assert allocator.table(1).tolist() == parent and allocator.store.blocks_in_use == 3
     assert allocator.store.refcount_histogram() == {0: 13, 2: 3}
 
     copies = allocator.make_writable(1, 10, 11)
@@ -98,9 +98,9 @@ def test_shared_blocks_live_until_their_last_holder_goes():
     allocator.admit(0, 8)
     allocator.fork(0, 1)
     allocator.free(0)
-    assert allocator.blocks_in_use == 2
+    assert allocator.store.blocks_in_use == 2
     allocator.free(1)
-    assert allocator.blocks_in_use == 0
+    assert allocator.store.blocks_in_use == 0
     allocator.check_integrity()
 
 
@@ -118,7 +118,7 @@ def test_the_source_of_a_copy_is_kept_until_the_copy_is_done():
     (source,) = offered(allocator, 0, [1, 2, 3])
     admission = allocator.admit(1, 4, [1, 2, 3, 4])
     assert admission.copies == [BlockCopy(source, int(allocator.table(1)[0]))]
-    assert allocator.num_available == 1 and allocator.store.cow_clones == 1
+    assert allocator.store.num_available == 1 and allocator.store.cow_clones == 1
     allocator.check_integrity()
     allocator.admit(2, 4)
     with pytest.raises(OutOfBlocksError):
@@ -136,12 +136,12 @@ def test_a_block_in_a_copy_is_not_handed_out_again_before_the_copy_is_done(leave
     allocator.fork(0, 1)
     (copy,) = allocator.make_writable(1, 2, 3)
     allocator.free(0 if leaves == "the holder of the source" else 1)
-    assert allocator.num_available == 1
+    assert allocator.store.num_available == 1
     allocator.check_integrity()
     allocator.admit(2, 4)
     assert {copy.src, copy.dst}.isdisjoint(allocator.table(2).tolist())
     allocator.store.copies_done()
-    assert allocator.num_available == 1
+    assert allocator.store.num_available == 1
     allocator.check_integrity()
 
 
@@ -174,7 +174,7 @@ def test_a_block_that_somebody_holds_is_copied_into_the_last_free_one():
     allocator.register_tail(0, [1, 2, 3, 4, 5, 6], 6)
     admission = allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8])
     assert admission.num_cached == 6 and len(admission.copies) == 1
-    assert allocator.num_available == 0
+    assert allocator.store.num_available == 0
     allocator.check_integrity()
 
 
@@ -184,7 +184,7 @@ def test_a_copy_leaves_the_blocks_that_are_to_be_spared(spare):
     offered(allocator, 0, [1, 2, 3, 4, 5, 6])
     admission = allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8], spare=spare)
     assert admission.num_cached == 6 and len(admission.copies) == (spare < 2)
-    assert allocator.num_available >= spare
+    assert allocator.store.num_available >= spare
 
 
 def test_a_refused_admission_changes_nothing():
@@ -193,7 +193,9 @@ def test_a_refused_admission_changes_nothing():
     with pytest.raises(OutOfBlocksError) as error:
         allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8], spare=2)
     assert (error.value.needed, error.value.available) == (3, 2)
-    assert 1 not in allocator and allocator.store.num_idle == 2 and allocator.num_available == 3
+    assert (
+        1 not in allocator and allocator.store.num_idle == 2 and allocator.store.num_available == 3
+    )
     assert allocator.store.cow_clones == 0
     allocator.check_integrity()
 
@@ -345,5 +347,5 @@ def test_blocks_of_a_fork_outlive_the_cut():
     (copy,) = allocator.make_writable(0, 1, 2)
     allocator.store.copies_done()
     assert (copy.src, allocator.table(1).tolist()) == (0, [0, 1, 2])
-    assert allocator.blocks_in_use == 4
+    assert allocator.store.blocks_in_use == 4
     allocator.check_integrity()

@@ -98,7 +98,7 @@ def grown(allocator: BlockAllocator, seq_id: int, tokens: list[int], chunk: int)
         stop = min(len(tokens), start + chunk)
         allocator.make_writable(seq_id, start, stop)
         allocator.store.copies_done()
-        most = max(most, allocator.blocks_in_use)
+        most = max(most, allocator.store.blocks_in_use)
         allocator.register_prefix(seq_id, tokens, stop)
         allocator.trim(seq_id, stop, offers=True)
         allocator.check_integrity()
@@ -126,7 +126,7 @@ class TestSequences:
         largest = BlockAllocator(1, SIZE, groups, chunk).max_blocks(num_tokens + num_more)
         allocator = BlockAllocator(largest, SIZE, groups, chunk)
         if recurrent:
-            allocator.require_states(1)
+            allocator.prefixes.require_states(1)
         tokens = list(range(num_tokens + num_more))
         known = tokens[: min(num_known, num_tokens)]
         grown(allocator, 1, known, chunk)
@@ -146,19 +146,19 @@ class TestSequences:
     def test_blocks_behind_the_window_go_within_the_chunks_of_a_prompt(self):
         allocator = BlockAllocator(1000, SIZE, FULL_AND_WINDOWED, chunk=12)
         most = grown(allocator, 0, list(range(400)), chunk=12)
-        assert allocator.blocks_in_use == 100 + 2 * (WINDOW // SIZE)
+        assert allocator.store.blocks_in_use == 100 + 2 * (WINDOW // SIZE)
         assert most <= 100 + 2 * ((WINDOW + 12) // SIZE + 1)
 
     def test_groups_use_blocks_that_others_gave_back(self):
         allocator = BlockAllocator(12, SIZE, FULL_AND_WINDOWED, chunk=16)
         allocator.admit(0, 16)  # 4 entries of one block, and as many of two
-        assert allocator.num_available == 0
+        assert allocator.store.num_available == 0
         with pytest.raises(OutOfBlocksError, match="3 KV blocks needed, 0 available"):
             allocator.make_writable(0, 16, 17)
         allocator.trim(0, 16)
-        assert allocator.num_available == 4
+        assert allocator.store.num_available == 4
         allocator.make_writable(0, 16, 17)
-        assert allocator.num_available == 1
+        assert allocator.store.num_available == 1
         allocator.check_integrity()
 
     def test_a_fork_keeps_what_its_parent_lets_go(self):
@@ -166,7 +166,7 @@ class TestSequences:
         allocator.admit(0, 32)
         allocator.fork(0, 1)
         allocator.trim(0, 32)
-        assert allocator.blocks_in_use == 24
+        assert allocator.store.blocks_in_use == 24
         assert allocator.can_continue(1, 3) and not allocator.can_continue(0, 3)
         assert allocator.can_continue(0, 31)
         copies = allocator.make_writable(1, 31, 32)
@@ -175,7 +175,7 @@ class TestSequences:
         allocator.free(0)
         allocator.free(1)
         allocator.check_integrity()
-        assert allocator.blocks_in_use == 0
+        assert allocator.store.blocks_in_use == 0
 
     def test_nothing_is_written_before_the_window(self):
         allocator = BlockAllocator(100, SIZE, FULL_AND_WINDOWED, chunk=32)
@@ -218,7 +218,7 @@ class TestPrefixes:
         entries = allocator._sequence(1).first_entries
         assert entries == [0, (40 - WINDOW) // SIZE]
         held = 11 + 2 * (11 - entries[1])
-        assert allocator.blocks_in_use == held
+        assert allocator.store.blocks_in_use == held
         allocator.check_integrity()
 
     def test_a_hit_does_not_need_what_the_window_has_left(self):
@@ -278,7 +278,7 @@ class TestPrefixes:
         assert allocator.store.num_idle == 6
         admission = allocator.admit(1, 8, [*tokens, 1, 2])
         assert (admission.num_cached, admission.copies) == (6, [])
-        assert allocator.num_available == 0
+        assert allocator.store.num_available == 0
         allocator.check_integrity()
 
 

@@ -64,7 +64,7 @@ class TestFullBlocks:
         tables = [allocator.table(i).tolist() for i in (1, 2, 3)]
         assert tables[0][:3] == tables[1][:3] == tables[2][:3]
         assert len({table[3] for table in tables}) == 3
-        assert allocator.blocks_in_use == 6
+        assert allocator.store.blocks_in_use == 6
         assert allocator.store.refcount_histogram() == {0: 10, 1: 3, 3: 3}
 
     def test_equal_blocks_after_different_prefixes_are_not_shared(self):
@@ -79,7 +79,11 @@ class TestFullBlocks:
         computed(allocator, 2, text((2, 16)))
         allocator.free(1)
         allocator.free(2)
-        assert (allocator.blocks_in_use, allocator.store.num_idle, allocator.num_available) == (
+        assert (
+            allocator.store.blocks_in_use,
+            allocator.store.num_idle,
+            allocator.store.num_available,
+        ) == (
             0,
             4,
             4,
@@ -94,7 +98,7 @@ class TestFullBlocks:
         allocator = BlockAllocator(num_blocks=3, block_size=BLOCK)
         finished(allocator, text((1, 16)))
         assert computed(allocator, 2, text((1, 16), (2, 8))).num_cached == 16
-        assert allocator.num_available == 0
+        assert allocator.store.num_available == 0
         allocator.check_integrity()
 
     def test_a_rewritten_block_is_forgotten(self):
@@ -373,7 +377,7 @@ class TestTrust:
             allocator.register_prefix(seq_id, list(range(20)), 16)
             allocator.register_tail(seq_id, list(range(20)), 20)
             allocator.free(seq_id)
-        assert allocator.store.num_idle == 0 and allocator.blocks_in_use == 0
+        assert allocator.store.num_idle == 0 and allocator.store.blocks_in_use == 0
         finished(allocator, tokens)
         assert looked_up(allocator, tokens).num_cached == 11
 

@@ -18,7 +18,7 @@ BLOCK = 8
 
 def make_allocator(num_blocks: int = 16, most: int = 8) -> BlockAllocator:
     allocator = BlockAllocator(num_blocks, BLOCK)
-    allocator.require_states(most)
+    allocator.prefixes.require_states(most)
     return allocator
 
 
@@ -117,7 +117,7 @@ class TestWhatIsFound:
     )
     def test_is_the_longest_beginning_with_a_state(self, texts, prompt):
         allocator = BlockAllocator(256, 3)
-        allocator.require_states(100)
+        allocator.prefixes.require_states(100)
         kept = set()
         for tokens, position in texts:
             position = min(position, len(tokens))

@@ -8,7 +8,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 
 import mlx_paged.kv.limits as limits_module
 from mlx_paged import BatchGenerator, Engine, EngineService
-from mlx_paged.kv.limits import hold_limits
+from mlx_paged.kv.limits import HeldLimits
 from tests.support import TIMEOUT
 from tests.support.fake_macs import GB, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
@@ -129,7 +129,7 @@ def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
     def fail(stream=None) -> None:
         raise RuntimeError("device error")
 
-    held = hold_limits(GB)
+    held = HeldLimits(GB)
     with monkeypatch.context() as patch:
         patch.setattr(mx, "synchronize", fail)
         with pytest.raises(RuntimeError, match="device error"):
@@ -153,7 +153,7 @@ def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, ll
 @pytest.mark.slow
 def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
     """The garbage collector runs at any moment."""
-    owners = [hold_limits(GB)]
+    owners = [HeldLimits(GB)]
     limit = limits_module._limits
     lock = limit._lock
 
@@ -166,7 +166,7 @@ def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
             lock.release()
 
     monkeypatch.setattr(limit, "_lock", CollectingLock())
-    owner = hold_limits(GB)
+    owner = HeldLimits(GB)
     assert not owners and mac.wired == mac.working_set
     del owner
     assert mac.wired == BEFORE

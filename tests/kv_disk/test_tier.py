@@ -207,12 +207,12 @@ def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_pa
         time.sleep(0.01)
     adopted = held._adopt(held._awaited[request.id])
     store = engine.scheduler.allocator.store
-    assert len(adopted) == 12 and engine.scheduler.allocator.num_available == 4
+    assert len(adopted) == 12 and engine.scheduler.allocator.store.num_available == 4
     taken = store.take(4)
     assert not set(taken) & {block for load in adopted for block in load.blocks}
     store.release(taken)
     engine.scheduler.allocator.store.copies_done()
-    assert engine.scheduler.allocator.num_available == 16
+    assert engine.scheduler.allocator.store.num_available == 16
     engine.close()
 
 

@@ -102,7 +102,7 @@ def test_levels_are_those_at_the_end_of_the_tick(model):
         tick, allocator = engine.ticks[-1], engine.scheduler.allocator
         assert tick.running == len(engine.scheduler.running)
         assert tick.waiting == len(engine.scheduler.waiting)
-        assert tick.blocks_in_use == allocator.blocks_in_use
+        assert tick.blocks_in_use == allocator.store.blocks_in_use
         assert tick.blocks_cached == allocator.store.num_idle
     assert engine.ticks[0].waiting == 1 and engine.ticks[0].running == 2
 

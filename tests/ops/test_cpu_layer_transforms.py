@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.models.activations import swiglu
 
 from mlx_paged import _ext
+from mlx_paged.ops.cpu_layers import rope_frequencies
 from tests.support.ops.numpy_quantization import hadamard
 
 layers = _ext.layers
@@ -28,7 +29,7 @@ def assert_close(got: mx.array, want: mx.array) -> None:
 
 
 def rope(x: mx.array) -> mx.array:
-    frequencies = layers.rope_frequencies(6, 1e4)
+    frequencies = rope_frequencies(6, 1e4)
     return layers.rope(x, mx.array([3, 9]), frequencies, scale=2.0, traditional=True)
 
 

@@ -214,6 +214,8 @@ def test_a_mistake_in_a_model_is_reported_as_by_mlx(calls, model):
             mx.fast.rope(x, 8, base=None, **rope)
         with pytest.raises(ValueError, match="freqs must be one dimensional with size 4"):
             mx.fast.rope(x, 8, base=None, freqs=mx.ones(3), **rope)
+        with pytest.raises(ValueError, match="dims must be even but got 3"):
+            mx.fast.rope(x, 3, base=1e4, **rope)
         with pytest.raises(ValueError, match="weight"):
             mx.fast.rms_norm(x, mx.ones(3), 1e-5)
 

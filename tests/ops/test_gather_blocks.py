@@ -11,10 +11,6 @@ from mlx_paged.kv.pool import head_runs
 RNG = np.random.default_rng(0)
 
 
-def runs_of(tables: mx.array, num_heads: int) -> mx.array:
-    return mx.stack([head_runs(table, num_heads) for table in tables])
-
-
 LAYOUTS = {  # how the cache [H, N, S, D] lies in memory
     "of a pool": lambda cache: mx.contiguous(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3),
     "in order": lambda cache: cache,
@@ -40,11 +36,11 @@ def test_tokens_come_in_the_order_of_the_tables(layout, num_heads, head_dim, num
 
     @mx.compile
     def traced(stored: mx.array, tables: mx.array) -> mx.array:
-        return _ext.gather_blocks(stored, tables, num_tokens, runs_of(tables, num_heads))
+        return _ext.gather_blocks(stored, tables, num_tokens, head_runs(tables, num_heads))
 
     for out in (
         _ext.gather_blocks(stored, tables, num_tokens),
-        _ext.gather_blocks(stored, tables, num_tokens, runs_of(tables, num_heads)),
+        _ext.gather_blocks(stored, tables, num_tokens, head_runs(tables, num_heads)),
         traced(stored, tables),
     ):
         assert out.shape == (5, num_heads, num_tokens, head_dim)
@@ -77,7 +73,7 @@ def test_layers_share_runs_until_the_tables_are_others():
 def test_runs_of_other_tables_are_refused():
     tables = mx.zeros((5, 3), mx.int32)
     with pytest.raises(ValueError, match=r"head_runs has shape \(5, 1, 3\): expected \(5, 2, 3\)"):
-        _ext.gather_blocks(mx.zeros((2, 6, 4, 8)), tables, 1, runs_of(tables, 1))
+        _ext.gather_blocks(mx.zeros((2, 6, 4, 8)), tables, 1, head_runs(tables, 1))
 
 
 class Tagged(mx.array):

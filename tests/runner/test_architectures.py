@@ -241,7 +241,7 @@ def test_a_disturbed_cache_is_noticed(served):
 def test_values_that_a_model_clears_stay_in_the_pool():
     engine = Solo("deepseek_v32").engine()
     engine.generate([LONG], **OPTIONS)
-    assert all(mx.any(values != 0).item() for values in engine.manager.v)
+    assert all(mx.any(values != 0).item() for values in engine.manager.pool.v)
 
 
 @pytest.mark.parametrize(

@@ -178,10 +178,10 @@ def test_whatever_happens_between_steps_the_tables_are_right():
             allocator.admit(back, num_tokens)
         elif event < 0.28:
             rng.shuffle(batch)
-        if allocator.num_available >= len(batch):
+        if allocator.store.num_available >= len(batch):
             append(allocator, *batch)
             allocator.store.copies_done()
         tables.update(list(batch))
         assert_right(tables, allocator, batch)
-        while batch and allocator.num_available < 12:
+        while batch and allocator.store.num_available < 12:
             allocator.free(batch.pop())

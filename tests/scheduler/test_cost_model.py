@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mlx_paged.scheduler.cost_model import CostModel, StepWork
+from mlx_paged.scheduler.cost_model import CostModel
+from mlx_paged.scheduler.step import StepWork
 
 COSTS = np.array([4e-3, 1e-4, 2e-7, 1e-4, 1.5e-8])
 """Seconds per step, decode row, token of decode context, chunk token, token of chunk context."""

@@ -8,11 +8,10 @@ import pytest
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import PATIENCE, REST
-from mlx_paged.scheduler.step import SampledToken, Step
+from mlx_paged.scheduler.step import SampledToken, Step, StepWork
 
 RIGHT = 7
 """The token that every request would choose."""
@@ -97,11 +96,11 @@ def test_right_drafts_are_all_taken_and_one_token_more_comes_with_them():
 def test_wrong_drafts_leave_one_token_and_no_block():
     scheduler = scheduler_with(Always(token=8))
     (request,) = started(scheduler, 5)
-    in_use = scheduler.allocator.blocks_in_use
+    in_use = scheduler.allocator.store.blocks_in_use
     step = scheduler.schedule()
-    assert scheduler.allocator.blocks_in_use > in_use
+    assert scheduler.allocator.store.blocks_in_use > in_use
     assert finish(scheduler, step) == [0]
-    assert scheduler.allocator.blocks_in_use == in_use == 2
+    assert scheduler.allocator.store.blocks_in_use == in_use == 2
     assert request.num_computed == 6 and scheduler.allocator.num_tokens(0) == 6
     assert (request.num_accepted, scheduler.speculation.num_accepted) == (0, 0)
     assert request.num_drafted == scheduler.speculation.num_drafted > 3

@@ -6,9 +6,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import Span, Step, StepWork
 
 
 def make_request(request_id: int, num_prompt: int, max_tokens: int = 8) -> Request:
@@ -102,7 +101,7 @@ def test_out_of_blocks_preempts_the_newest_and_computes_it_again_later():
     scheduler.add(new)
     preempted_at = None
     steps = 0
-    while scheduler.has_work:
+    while scheduler.waiting or scheduler.running:
         step = scheduler.schedule()
         assert step.spans, "no progress"
         if preempted_at is None and new.num_preempted:
@@ -114,7 +113,7 @@ def test_out_of_blocks_preempts_the_newest_and_computes_it_again_later():
     assert scheduler.num_preemptions >= 1 and old.num_preempted == 0
     assert preempted_at is not None and preempted_at > 0
     assert old.num_generated == new.num_generated == 9
-    assert scheduler.allocator.blocks_in_use == 0
+    assert scheduler.allocator.store.blocks_in_use == 0
 
 
 def test_a_preempted_request_is_next_in_line_and_starts_over():
@@ -141,11 +140,11 @@ def test_a_request_as_large_as_the_pool_finishes_beside_others():
     for request_id in range(4):
         scheduler.add(make_request(request_id, 9, max_tokens=8))
     steps = 0
-    while scheduler.has_work:
+    while scheduler.waiting or scheduler.running:
         compute(scheduler, scheduler.schedule())
         steps += 1
         assert steps < 500
-    assert scheduler.allocator.blocks_in_use == 0
+    assert scheduler.allocator.store.blocks_in_use == 0
 
 
 def test_complete_takes_waiting_and_running_requests_out():
@@ -156,7 +155,8 @@ def test_complete_takes_waiting_and_running_requests_out():
     scheduler.add(waiting)
     scheduler.complete(running)
     scheduler.complete(waiting)
-    assert not scheduler.has_work and scheduler.allocator.blocks_in_use == 0
+    assert not scheduler.waiting and not scheduler.running
+    assert scheduler.allocator.store.blocks_in_use == 0
 
 
 def test_a_request_that_runs_alone_after_a_fault_preempts_others_and_not_itself():
@@ -168,7 +168,7 @@ def test_a_request_that_runs_alone_after_a_fault_preempts_others_and_not_itself(
         scheduler.add(request)
     scheduler.recover(suspects)
     steps = 0
-    while scheduler.has_work:
+    while scheduler.waiting or scheduler.running:
         step = scheduler.schedule()
         assert len(step.spans) == 1 or suspects[-1].num_generated, "they run one at a time"
         for span in step.spans:

@@ -299,15 +299,6 @@ mx::array rope(const mx::array& x, const mx::array& offset, const mx::array& fre
   return make(Rope{{}, scale, traditional}, {x, offsets, frequencies}, stream);
 }
 
-mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream) {
-  require(dims > 0 && dims % 2 == 0, "rope_frequencies", "dims is ", dims,
-          ": expected a positive even number");
-  const int pairs = dims / 2;
-  const mx::array exponents = mx::arange(0, -pairs, -1, mx::float32, stream);
-  const mx::array step(std::log(base) / static_cast<float>(pairs), mx::float32);
-  return mx::exp(mx::multiply(exponents, step, stream), stream);
-}
-
 mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activation activation,
                    mx::StreamOrDevice stream) {
   check_floating("activate", "x", x);

@@ -14,8 +14,6 @@ mx::array rms_norm(const mx::array& x, const OptionalArray& weight, float eps,
 mx::array rope(const mx::array& x, const mx::array& offset, const mx::array& frequencies,
                float scale, bool traditional, mx::StreamOrDevice stream);
 
-mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream);
-
 mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activation activation,
                    mx::StreamOrDevice stream);
 

@@ -67,7 +67,7 @@ def merged(caches) -> list:
 def blocks_in_use(pool) -> int:
     """Blocks that living sequences hold."""
     pool.release_dropped()
-    return pool.allocator.blocks_in_use
+    return pool.allocator.store.blocks_in_use
 
 
 def check_integrity(pool) -> None:

@@ -94,7 +94,7 @@ def tokens_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     metrics = engine.metrics()
     found["preemptions"] = metrics["preemptions"]
     found["drafts"] = metrics["drafts"]
-    found["leaks"] = engine.scheduler.allocator.blocks_in_use
+    found["leaks"] = engine.scheduler.allocator.store.blocks_in_use
     found["ranks"] = metrics["ranks"]
     found["kv_pool_bytes"] = metrics["kv_pool_bytes"]
     return found
@@ -168,7 +168,7 @@ def mixed_trace(model: nn.Module, count: int = 96) -> dict[str, Any]:
         "tokens": [[b.tokens for b in c.beams] or [c.tokens] for c in found],
         "margins": [[top[0][1] - top[1][1] for top in c.top_logprobs] for c in found],
         "cached": sum(c.cached_prompt_tokens for c in found),
-        "leaks": engine.scheduler.allocator.blocks_in_use,
+        "leaks": engine.scheduler.allocator.store.blocks_in_use,
         **{name: metrics[name] for name in ("preemptions", "ranks", "kv_pool_bytes")},
     }
 

@@ -20,8 +20,8 @@ from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
 from mlx_paged.runner.batch_tables import BatchTables
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.cost_model import StepWork
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.scheduler.cost_model import features_of
+from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
 
 VOCAB = 24
 
@@ -198,7 +198,7 @@ class FakeClock:
 
     def spend(self, work: StepWork) -> None:
         seconds = (5e-5, 1e-7, 1e-3, 1e-4, 1e-6)
-        self.now += sum(s * f for s, f in zip(seconds, work.features, strict=True))
+        self.now += sum(s * f for s, f in zip(seconds, features_of(work), strict=True))
 
 
 class FakeRunner:
@@ -292,12 +292,12 @@ class FakeRunner:
 
     def _span(self, span: Span, wave: int, before: FakeLaunch | None) -> FakeSpan:
         request = span.request
-        tokens = request.tokens[: span.certain_stop] + list(span.drafts)
+        tokens = request.tokens[: span.stop - len(span.drafts)] + list(span.drafts)
         coming = None
         if len(tokens) < span.stop:
             assert before is not None and len(span) == 1, "a token nobody chooses, or in a chunk"
             coming = (before, before.requests.index(request))
-        stop = span.certain_stop
+        stop = span.stop - len(span.drafts)
         draws = [(r, r.num_generated, stop) for r in (request, *span.forks) if span.samples]
         draws += [(request, draws[0][1] + i, stop + i) for i in range(1, 1 + len(span.drafts))]
         state, after = self.states.get(request.id), State(span.stop)

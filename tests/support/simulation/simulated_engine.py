@@ -289,7 +289,7 @@ class Simulation:
 
     def _check_end(self) -> None:
         engine, scheduler = self.engine, self.engine.scheduler
-        self.counts["leaked_blocks"] += scheduler.allocator.blocks_in_use
+        self.counts["leaked_blocks"] += scheduler.allocator.store.blocks_in_use
         unended = [i for i, ticket in self.tickets.items() if ticket.completion is None]
         assert not unended, f"requests {unended} never ended"
         waiting = [request.id for request in scheduler.waiting]
