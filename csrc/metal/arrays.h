@@ -23,7 +23,10 @@ inline std::string metal_type(const mx::array& a) {
 
 // A pool's format within the name of a kernel.
 inline std::string pool_format(const AttentionInputs& in) {
-  return in.k_scales ? (is_packed(in.v_cache) ? "k8v4" : "k8v8") : metal_type(in.k_cache);
+  if (!in.k_scales) {
+    return metal_type(in.k_cache);
+  }
+  return !is_sixes(in.k_cache) ? "k8v8" : is_pairs(in.v_cache) ? "k6v4" : "k6v6";
 }
 
 // Whether every row of an array begins at a multiple of kVector elements of its memory.

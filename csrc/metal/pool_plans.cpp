@@ -91,7 +91,7 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
                    {4, Role::kPoolWrite, 0},
                    {5, Role::kPoolWrite, 1}};
   if (is_quantized) {
-    plan->constants.push_back({19, Type::kBool, is_packed(v_cache)});
+    plan->constants.push_back({19, Type::kBool, is_pairs(v_cache)});
     plan->buffers.insert(plan->buffers.end(), {{6, Role::kPoolWrite, 2}, {7, Role::kPoolWrite, 3}});
   }
   return {{*plan}, {}};

@@ -11,10 +11,10 @@ import numpy as np
 
 from mlx_paged.doctor.float64 import Array
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import KVBits, quantized
+from mlx_paged.ops.formats import quantized
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-QUANTIZED: dict[str, KVBits] = {"kv8": 8, "kv8v4": "8,4"}
+QUANTIZED = {"kv8": 8, "kv6": 6, "kv4": 4}
 """In place of a dtype: kv_bits of a float16 model."""
 
 BLOCK_SIZES = (8, 16, 32)
@@ -88,10 +88,11 @@ class Variant:
 def all_variants() -> list[Variant]:
     """Attention without options in every combination of the other properties; each option with each
     dtype, head dimension and number of tokens; writes and copies. Latents are not quantized, and
-    no GPU has 4 bits for values of 20 dimensions."""
+    fewer than 8 bits need multiples of 8 dimensions."""
     kept = [heads for heads in HEADS if not heads.startswith("latent")]
     pools = [*product(DTYPES, HEADS), *product(QUANTIZED, kept)]
-    pools.remove(("kv8v4", "d20"))
+    for narrow in ("kv6", "kv4"):
+        pools.remove((narrow, "d20"))
     found = [
         Variant("attention", dtype, heads, block_size, group, tokens)
         for (dtype, heads), block_size, group, tokens in product(pools, BLOCK_SIZES, GROUPS, TOKENS)
