@@ -5,7 +5,8 @@
 // Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
 // D_v value head dimension, N blocks in the pool, S tokens per block, M columns of a block table,
 // T rows to write, P block pairs to copy. On a GPU all strides of a pool but the last, which is 1,
-// and its offset in its memory must be multiples of 4 elements. No op copies a pool.
+// and its offset in its memory must be multiples of 4 elements, unless these have 6 bits. No op
+// copies a pool.
 #pragma once
 
 #include <array>

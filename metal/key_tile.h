@@ -52,17 +52,18 @@ inline void find_keys(uint own_offset, uint stride, int first, thread uint (&off
 // This lane's vectors of one row of the pool.
 template <int DIM, int STRIDE, typename T, int COUNT>
 inline void load_row(const device T* head, uint offset, int lane,
-                     thread vec<T, VECTOR> (&row)[COUNT]) {
+                     thread vec<typename Read<T>::type, VECTOR> (&row)[COUNT]) {
   constexpr bool IS_EVEN = DIM == VECTOR * STRIDE * COUNT;
-  constexpr int STORED = is_pair<T>() ? VECTOR / 2 : VECTOR;
   UNROLL
   for (int c = 0; c < COUNT; c++) {
     const int vector = own_vector<STRIDE, COUNT>(lane, c);
     // The address of a pair is the first one's: only so a compiler makes one load of them.
-    const uint next = COUNT % 2 == 0 ? c % 2 : 0;
-    row[c] = vec<T, VECTOR>(T(0.0f));
+    const uint next = COUNT % 2 == 0 ? c % 2 : is_six<T>() ? vector % 2 : 0;
+    const uint first = uint(vector) - next;
+    const uint place = offset + (is_six<T>() ? first / 2 * 3 : first);
+    row[c] = vec<typename Read<T>::type, VECTOR>(0);
     if (IS_EVEN || vector < DIM / VECTOR) {
-      row[c] = read_pool(head + long(offset + uint(vector) - next) * STORED, next);
+      row[c] = read_pool(head + long(place) * unit_of_place<T>(), next);
     }
   }
 }
@@ -97,7 +98,7 @@ template <int D, int SHARE, int VECTORS, typename T, typename Q, int ROWS>
 inline void multiply_keys(const device T* head, uint own_offset, uint stride, int count, int lane,
                           const threadgroup vec<Q, VECTOR>* queries,
                           thread float (&products)[ROWS]) {
-  constexpr int MOST = key_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS);
+  constexpr int MOST = key_steps(VECTORS * VECTOR * int(sizeof(typename Read<T>::type)), ROWS);
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   constexpr int AT_ONCE = ROWS > 1 && STEPS > 2 ? 2 : STEPS;
   constexpr int ROUNDS = STEPS / AT_ONCE;
@@ -106,7 +107,7 @@ inline void multiply_keys(const device T* head, uint own_offset, uint stride, in
   for (int step = 0; step < min(SHARE, count); step += STEPS) {
     uint offsets[STEPS];
     find_keys<1>(own_offset, stride, lane - place + step, offsets);
-    vec<T, VECTOR> keys[STEPS][VECTORS];
+    vec<typename Read<T>::type, VECTOR> keys[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {
       load_row<D, SHARE>(head, offsets[i], place, keys[i]);
@@ -152,7 +153,7 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
                        thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int GROUPS = scale_groups(DV, is_pair<T>());
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
-  constexpr int MOST = value_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS, SHARE);
+  constexpr int MOST = value_steps(VECTORS * VECTOR * int(sizeof(typename Read<T>::type)), ROWS, SHARE);
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
@@ -160,7 +161,7 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
   for (int first = team; first - team < count; first += STEPS * TEAMS) {
     uint offsets[STEPS];
     find_keys<TEAMS>(own_offset, stride, first, offsets);
-    vec<T, VECTOR> values[STEPS][VECTORS];
+    vec<typename Read<T>::type, VECTOR> values[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {
       load_row<DV, SHARE>(head, offsets[i], place, values[i]);

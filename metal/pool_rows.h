@@ -20,6 +20,23 @@ constexpr bool is_pair() {
   return metal::is_same_v<T, uchar>;
 }
 
+// Whether the pool's words hold elements of 6 bits.
+template <typename T>
+constexpr bool is_six() {
+  return metal::is_same_v<T, ushort>;
+}
+
+// The type of an element that was read.
+template <typename T>
+struct Read {
+  using type = T;
+};
+
+template <>
+struct Read<ushort> {
+  using type = char;
+};
+
 // Groups of columns that have a scale and a minimum each.
 constexpr int scale_groups(int value_dim, bool has_pairs) {
   return has_pairs ? (value_dim + GROUP - 1) / GROUP : 1;
@@ -31,10 +48,16 @@ inline int block_of(int key, int begin, int end, const device int* table,
   return key >= begin && key < end ? table[key / BLOCK_SIZE * int(p.tables_strides[1])] : -1;
 }
 
-// The place of a slot in a head of the pool, in vectors.
+// Stored elements in the unit of a place: a vector, or a word of elements of 6 bits.
+template <typename T>
+constexpr int unit_of_place() {
+  return is_six<T>() ? 1 : is_pair<T>() ? VECTOR / 2 : VECTOR;
+}
+
+// The place of a slot in a head of the pool.
 template <typename T>
 inline uint slot_offset(int block, int slot, long block_stride, long slot_stride) {
-  constexpr int STORED = is_pair<T>() ? VECTOR / 2 : VECTOR;
+  constexpr int STORED = unit_of_place<T>();
   return uint(block) * uint(block_stride / STORED) + uint(slot) * uint(slot_stride / STORED);
 }
 
@@ -67,4 +90,17 @@ inline vec<T, VECTOR> read_pool(const device T* head, uint vector) {
     return result;
   }
   return reinterpret_cast<const device vec<T, VECTOR>*>(head)[vector];
+}
+
+// The same of a row of elements of 6 bits: two vectors are three words.
+inline vec<char, VECTOR> read_pool(const device ushort* row, uint vector) {
+  const device ushort* words = row + vector / 2 * 3 + vector % 2;
+  const uint both = uint(words[0]) | uint(words[1]) << 16;
+  const uint bits = vector % 2 == 0 ? both << 8 : both;
+  vec<char, VECTOR> result;
+  UNROLL
+  for (int i = 0; i < VECTOR; i++) {
+    result[i] = char(int(bits << (18 - 6 * i)) >> 26);  // with the sign of the upper bit
+  }
+  return result;
 }

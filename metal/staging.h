@@ -86,16 +86,18 @@ inline void store_scales(half own_k, thread vec<half, 2> (&own_v)[COUNT], int th
 // Asks for this thread's vectors of some rows of the pool. Those of no place are zeros.
 template <int DIM, int KEYS, typename T, int COUNT>
 inline void load_rows(const device T* head, const threadgroup uint* places, int thread_index,
-                      thread vec<T, VECTOR> (&own)[COUNT]) {
+                      thread vec<typename Read<T>::type, VECTOR> (&own)[COUNT]) {
   constexpr int VECTORS = DIM / VECTOR;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
     const int i = step * THREADS + thread_index;
-    own[step] = vec<T, VECTOR>(T(0));
+    own[step] = vec<typename Read<T>::type, VECTOR>(0);
     if (KEYS * VECTORS % THREADS == 0 || i < KEYS * VECTORS) {
       const uint place = places[i / VECTORS];
       if (place != NOWHERE) {
-        own[step] = read_pool(head, place + uint(i % VECTORS));
+        const uint vector = uint(i % VECTORS);
+        own[step] =
+            is_six<T>() ? read_pool(head + place, vector) : read_pool(head, place + vector);
       }
     }
   }

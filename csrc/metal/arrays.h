@@ -13,11 +13,10 @@ constexpr int kVector = 4;  // neighbouring elements that a lane moves at once
 
 // The element type's name in Metal.
 inline std::string metal_type(const mx::array& a) {
-  static const std::map<mx::Dtype::Val, const char*> names = {{mx::Dtype::Val::float32, "float"},
-                                                              {mx::Dtype::Val::float16, "half"},
-                                                              {mx::Dtype::Val::bfloat16, "bfloat"},
-                                                              {mx::Dtype::Val::int8, "char"},
-                                                              {mx::Dtype::Val::uint8, "uchar"}};
+  static const std::map<mx::Dtype::Val, const char*> names = {
+      {mx::Dtype::Val::float32, "float"},   {mx::Dtype::Val::float16, "half"},
+      {mx::Dtype::Val::bfloat16, "bfloat"}, {mx::Dtype::Val::int8, "char"},
+      {mx::Dtype::Val::uint8, "uchar"},     {mx::Dtype::Val::uint16, "ushort"}};
   return names.at(a.dtype().val());
 }
 

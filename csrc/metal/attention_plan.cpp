@@ -180,8 +180,9 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   if (!has_keys(in.k_cache, in.block_tables)) {  // a function compiled for any shape
     fail<std::runtime_error>("paged_attention", "k_cache or block_tables is empty: expected a key");
   }
-  check_pool("k_cache", in.k_cache, kVector);
-  check_pool("v_cache", in.v_cache, is_pairs(in.v_cache) ? kVector / 2 : kVector);
+  for (const auto& [name, cache] : {std::pair{"k_cache", in.k_cache}, {"v_cache", in.v_cache}}) {
+    check_pool(name, cache, is_sixes(cache) ? 1 : is_pairs(cache) ? kVector / 2 : kVector);
+  }
   if (in.k_scales) {
     check_pool("k_scales", *in.k_scales, 1);
     check_pool("v_scales", *in.v_scales, 1);
