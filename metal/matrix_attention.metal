@@ -172,7 +172,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     marks[i] = 0;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  vec<typename Read<K>::type, VECTOR> keys_ahead[own_vectors(KEYS, D)];
+  typename Held<K>::type keys_ahead[own_vectors(KEYS, D)];
   load_rows<D, KEYS>(k_head, k_places, thread_index, keys_ahead);
   simdgroup_matrix<T, 8, 8> queries[KEEPS ? OWN_ROWS * OWN_DIMS : OWN_ROWS];
   if (KEEPS) {
@@ -199,7 +199,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
 
     // 1. Store the keys and all scales.
     vec<T, VECTOR> keys_stored[own_vectors(KEYS, D)];
-    convert_rows<D, KEYS>(keys_ahead, of_values, thread_index, keys_stored);
+    convert_rows<D, KEYS, K>(keys_ahead, of_values, thread_index, keys_stored);
     store_rows<D, KEYS>(keys_stored, thread_index, rows);
     if (VALUES_IN_KEYS && !all_seen) {
       note_spoiled(keys_stored, simdgroup, lane, are_spoiled);
@@ -210,7 +210,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // 2. Compute this simdgroup's scores.
-    vec<typename Read<V>::type, VECTOR> values_ahead[own_vectors(KEYS, DV)];
+    typename Held<V>::type values_ahead[own_vectors(KEYS, DV)];
     if (!VALUES_IN_KEYS) {
       load_rows<DV, KEYS>(v_head, v_places + half_of_places, thread_index, values_ahead);
     }
@@ -254,7 +254,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     // 3. Store the values, and turn this thread's scores into weights.
     if (!VALUES_IN_KEYS) {
       vec<T, VECTOR> values_stored[own_vectors(KEYS, DV)];
-      convert_rows<DV, KEYS>(values_ahead, of_values, thread_index, values_stored);
+      convert_rows<DV, KEYS, V>(values_ahead, of_values, thread_index, values_stored);
       store_rows<DV, KEYS>(values_stored, thread_index, rows);
       if (!all_seen) {
         note_spoiled(values_stored, simdgroup, lane, are_spoiled);

@@ -90,8 +90,9 @@ def takes_attention(
         tokens: of each sequence; None: the sequences have different numbers of tokens.
         others: options of no model's layer, which are taken where a call without them is.
     """
-    dims = dims_of(k_cache), dims_of(v_cache)
-    if device_of(stream) == mx.cpu or kernel_on(stream, *dims) == "reference":
+    if device_of(stream) == mx.cpu:
+        return True
+    if kernel_on(stream, dims_of(k_cache), dims_of(v_cache)) == "reference":
         return True
     most = LENGTHS[-1]
     length = most if tokens is None else min(n for n in LENGTHS if n >= min(tokens, most))
@@ -155,6 +156,8 @@ def is_native(
     stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
 ) -> bool:
     """Whether the stream can evaluate the compiled op for these caches."""
+    if device_of(stream) == mx.cpu:
+        return is_compiled(stream, indices)
     columns = v_cache.shape[-1]
     if v_cache.dtype != mx.uint8 or columns % 4 == 0:  # GPUs need whole vectors of pairs, too
         columns = dims_of(v_cache)
