@@ -190,13 +190,12 @@ inline Floats load(const Int4Pair* from) {
 inline Floats load(const Int6* from) {
   const auto* bytes = reinterpret_cast<const char*>(from);
 #if defined(__AVX512F__)
-  const __m512i words = _mm512_zextsi128_si512(_mm_maskz_loadu_epi32(7, bytes));
-  const Halves pieces[] = {{0, 1, 0, 1, 0, 1, 0, 1, 1, 2, 1, 2, 1, 2, 1, 2},
-                           {3, 4, 3, 4, 3, 4, 3, 4, 4, 5, 4, 5, 4, 5, 4, 5}};
+  const __m512i words = _mm512_castsi128_si512(_mm_maskz_loadu_epi32(7, bytes));
+  const Ints places = {0x10000, 0x10000, 0x10000, 0x10000, 0x20001, 0x20001, 0x20001, 0x20001,
+                       0x40003, 0x40003, 0x40003, 0x40003, 0x50004, 0x50004, 0x50004, 0x50004};
   const Ints shifts = {26, 20, 14, 8, 18, 12, 6, 0, 26, 20, 14, 8, 18, 12, 6, 0};
-  __m512i places;
-  __builtin_memcpy(&places, pieces, sizeof places);
-  const Ints all = __builtin_bit_cast(Ints, _mm512_maskz_permutexvar_epi16(~0u, places, words));
+  const Ints all = __builtin_bit_cast(
+      Ints, _mm512_maskz_permutexvar_epi16(~0u, __builtin_bit_cast(__m512i, places), words));
 #elif defined(__AVX2__)
   int32_t pieces[2];
   __builtin_memcpy(&pieces[0], bytes, 4);
