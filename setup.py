@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,9 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
+        # Ninja keeps all cores busy. make ends one target before it starts the next.
+        if shutil.which("ninja") and "CMAKE_GENERATOR" not in os.environ:
+            configure += ["-G", "Ninja"]
         build = ["cmake", "--build", str(build_dir)]
         if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
             build += ["--parallel", str(os.cpu_count() or 1)]

@@ -266,12 +266,10 @@ bool is_transforming() {
   return tracer->is_tracer();
 }
 
-std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::array& v,
-                                                  const mx::array& k_cache,
-                                                  const mx::array& v_cache,
-                                                  const mx::array& slot_mapping,
-                                                  const mx::array& block_tables, int num_tokens,
-                                                  const OptionalArray& held) {
+std::optional<std::array<mx::array, 4>> append_kv(
+    const mx::array& k, const mx::array& v, const mx::array& k_cache, const mx::array& v_cache,
+    const mx::array& slot_mapping, const mx::array& block_tables, int num_tokens,
+    const OptionalArray& held, const OptionalArray& head_runs) {
   const auto fits = [](const mx::array& x, const mx::array& cache) {
     return x.ndim() == 4 && x.dtype() == cache.dtype() && x.shape(1) == cache.shape(0) &&
            x.shape(3) == cache.shape(3);
@@ -286,7 +284,7 @@ std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::
     return is_taken ? x : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
   };
   const auto gathered = [&](const mx::array& cache) {
-    const mx::array found = gather_blocks(cache, block_tables, num_tokens);
+    const mx::array found = gather_blocks(cache, block_tables, num_tokens, head_runs);
     return held ? mx::where(*held, found, mx::array(0, found.dtype())) : found;
   };
   const Arrays written = write_kv(rows(k), rows(v), k_cache, v_cache, slot_mapping, {}, {}, {});

@@ -92,17 +92,16 @@ Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache
                 const OptionalArray& k_scales, const OptionalArray& v_scales,
                 mx::StreamOrDevice stream);
 
-std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::array& v,
-                                                  const mx::array& k_cache,
-                                                  const mx::array& v_cache,
-                                                  const mx::array& slot_mapping,
-                                                  const mx::array& block_tables, int num_tokens,
-                                                  const OptionalArray& held);
+std::optional<std::array<mx::array, 4>> append_kv(
+    const mx::array& k, const mx::array& v, const mx::array& k_cache, const mx::array& v_cache,
+    const mx::array& slot_mapping, const mx::array& block_tables, int num_tokens,
+    const OptionalArray& held, const OptionalArray& head_runs);
 
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 
-mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens);
+mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens,
+                        const OptionalArray& head_runs);
 
 mx::array take_from_pool(const mx::array& rows, const mx::array& indices);
 

@@ -1,4 +1,7 @@
 // The ops that gather from a layer's pool, and their primitives.
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <utility>
@@ -42,9 +45,54 @@ class PoolRead : public mx::Primitive {
   std::shared_ptr<mx::Primitive> read_;
 };
 
+// Whether an array has these strides; those of axes of length 1 say nothing.
+bool has_strides(const mx::array& a, const mx::Strides& strides) {
+  for (int axis = 0; axis < static_cast<int>(a.ndim()); ++axis) {
+    if (a.shape(axis) != 1 && a.strides(axis) != strides[axis]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// The gather of MLX that takes all blocks of each head side by side, and its inputs. Inputs cache,
+// heads [H_kv], block_tables, runs.
+std::pair<mx::array, Arrays> gather_call(const Arrays& inputs, mx::Stream stream) {
+  const mx::array &cache = inputs[0], &heads = inputs[1], &tables = inputs[2], &runs = inputs[3];
+  const auto view = [](const mx::array& a, const mx::Shape& shape, const mx::Strides& strides,
+                       mx::array::Flags flags = {}) {
+    mx::array result(shape, a.dtype(), nullptr, {});
+    result.copy_shared_buffer(a, strides, flags, flags.contiguous ? a.size() : a.data_size());
+    return result;
+  };
+  const int num_heads = cache.shape(0), block_size = cache.shape(2), head_dim = cache.shape(3);
+  const int run = block_size * head_dim;
+  // A GPU is quick only with the rows of one matrix and one index: as a pool lies in memory.
+  if (has_strides(cache, {run, int64_t{num_heads} * run, head_dim, 1})) {
+    const mx::array rows =
+        view(cache, {cache.shape(1) * num_heads, run}, {run, 1}, {true, true, false});
+    return {mx::gather(rows, runs, 0, {1, run}, stream), {rows, runs}};
+  }
+  // The offsets have 64 bits if the size asks for them: let it be what the strides reach.
+  int64_t extent = 1;
+  for (int axis = 0; axis < 4; ++axis) {
+    extent += (cache.shape(axis) - 1) * std::abs(cache.strides(axis));
+  }
+  mx::Shape reach = cache.shape();
+  const int64_t num_rows = int64_t{num_heads} * cache.shape(1) * block_size;
+  reach[3] = static_cast<int>(std::clamp<int64_t>((extent + num_rows - 1) / num_rows, head_dim,
+                                                  std::numeric_limits<int>::max()));
+  const mx::array source = view(cache, reach, cache.strides());
+  const mx::Shape shape = {tables.shape(0), num_heads, tables.shape(1)};
+  const mx::array head = view(heads, shape, {0, 1, 0});
+  const mx::array block = view(tables, shape, {tables.strides(0), 0, tables.strides(1)});
+  return {mx::gather(source, {head, block}, {0, 1}, {1, 1, block_size, head_dim}, stream),
+          {source, head, block}};
+}
+
 // The blocks of each head side by side, by MLX's gather, and a view of their first tokens. One node
 // of the graph: most arrays of this kind are made for attention over the pool, which never
-// evaluates them. Inputs cache, heads [H_kv], block_tables.
+// evaluates them. Inputs as of `gather_call`.
 class GatherBlocks : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -63,22 +111,13 @@ class GatherBlocks : public mx::Primitive {
  private:
   void gather(const Arrays& inputs, mx::array& out,
               void (mx::Primitive::*eval)(const Arrays&, Arrays&)) {
-    const mx::array &cache = inputs[0], &heads = inputs[1], &tables = inputs[2];
-    const mx::Shape shape = {tables.shape(0), cache.shape(0), tables.shape(1)};
-    const mx::Shape one_block = {1, 1, cache.shape(2), cache.shape(3)};
-    const auto index = [&](const mx::array& a, const mx::Strides& strides) {
-      mx::array broadcast(shape, a.dtype(), nullptr, {});
-      broadcast.copy_shared_buffer(a, strides, {}, a.data_size());
-      return broadcast;
-    };
-    const mx::array head = index(heads, {0, 1, 0});
-    const mx::array block = index(tables, {tables.strides(0), 0, tables.strides(1)});
-    const mx::array gathered = mx::gather(cache, {head, block}, {0, 1}, one_block, stream());
+    const auto [gathered, read] = gather_call(inputs, stream());
     Arrays blocks = {mx::array(gathered.shape(), gathered.dtype(), nullptr, {})};
-    (gathered.primitive_ptr().get()->*eval)({cache, head, block}, blocks);
-    const mx::Strides& strides = blocks[0].strides();
+    (gathered.primitive_ptr().get()->*eval)(read, blocks);
+    const int64_t head_dim = out.shape(3),
+                  of_head = blocks[0].size() / (out.shape(0) * out.shape(1));
     const bool is_whole = out.size() == blocks[0].size();
-    out.copy_shared_buffer(blocks[0], {strides[0], strides[1], cache.shape(3), 1},
+    out.copy_shared_buffer(blocks[0], {out.shape(1) * of_head, of_head, head_dim, 1},
                            {is_whole, is_whole, false}, blocks[0].data_size());
   }
 };
@@ -98,7 +137,8 @@ mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {
   return mx::squeeze(read, static_cast<int>(indices.ndim()));
 }
 
-mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens) {
+mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens,
+                        const OptionalArray& head_runs) {
   require(cache.ndim() == 4 && block_tables.ndim() == 2, "gather_blocks",
           "cache and block_tables have ", cache.ndim(), " and ", block_tables.ndim(),
           " axes: expected 4 and 2");
@@ -107,19 +147,31 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
   const int64_t max_tokens = int64_t{columns} * block_size;
   require(num_tokens >= 0 && num_tokens <= max_tokens, "gather_blocks", "num_tokens is ",
           num_tokens, ": expected 0 to ", max_tokens, ", what the tables hold");
+  const mx::Shape indices = {batch, heads, columns};
+  require(!head_runs || head_runs->shape() == indices, "gather_blocks", "head_runs has shape ",
+          head_runs ? head_runs->shape() : indices, ": expected ", indices);
   // One index for each head, so that the blocks of a head are neighbours in the result.
+  const mx::array tables = mx::astype(block_tables, mx::int32);
+  const mx::array block = mx::expand_dims(tables, 1);
+  std::vector<int> every_head(heads);
+  std::iota(every_head.begin(), every_head.end(), 0);
+  const mx::array head(every_head.begin(), {heads}, mx::int32);
   if (!is_transforming() && num_tokens > 0 && cache.size() > 0 && batch > 0) {
-    std::vector<int> every_head(heads);
-    std::iota(every_head.begin(), every_head.end(), 0);
-    const mx::array head(every_head.begin(), {heads}, mx::int32);
+    const mx::array runs =
+        head_runs ? *head_runs
+                  : mx::add(mx::multiply(block, mx::array(heads)), mx::expand_dims(head, 1));
     return mx::array({batch, heads, num_tokens, head_dim}, cache.dtype(),
                      std::make_shared<GatherBlocks>(mx::to_stream({})),
-                     {cache, head, mx::astype(block_tables, mx::int32)});
+                     {cache, head, tables, runs});
   }
-  const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
-  const mx::array block = mx::expand_dims(block_tables, 1);
+  const int run = block_size * head_dim;
+  const auto in_memory = [&] {
+    return mx::reshape(mx::transpose(cache, {1, 0, 2, 3}), {cache.shape(1) * heads, run});
+  };
   const mx::array blocks =
-      pool_read(mx::gather(cache, {head, block}, {0, 1}, {1, 1, block_size, head_dim}));
+      pool_read(head_runs ? mx::gather(in_memory(), *head_runs, 0, {1, run})
+                          : mx::gather(cache, {mx::expand_dims(head, 1), block}, {0, 1},
+                                       {1, 1, block_size, head_dim}));
   const mx::array rows = mx::reshape(blocks, {batch, heads, columns * block_size, head_dim});
   return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
 }

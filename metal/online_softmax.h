@@ -18,5 +18,5 @@ inline float weight_of(float score, float maximum) {
 // Converts a value to units of log2. The lowest floats become LOWEST, not -inf. NaN stays NaN.
 inline float in_log2(float value) {
   const float scaled = value * LOG2E;
-  return scaled < LOWEST ? LOWEST : scaled;
+  return scaled < LOWEST ? float(LOWEST) : scaled;
 }

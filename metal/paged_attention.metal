@@ -147,8 +147,9 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     vec<half, 2> own_scales[GROUPS];
     if (HAS_SCALES) {
       const int place = is_valid ? block * BLOCK_SIZE + slot : -1;
-      k_scale = float(read_scales<K>(k_scales + kv_head * p.k_scales_strides[0], place, 0,
-                                     p.k_scales_strides[1], p.k_scales_strides[2])[0]);
+      const vec<half, 2> of_key = read_scales<K>(k_scales + kv_head * p.k_scales_strides[0], place,
+                                                 0, p.k_scales_strides[1], p.k_scales_strides[2]);
+      k_scale = float(of_key[0]);
       const device half* head = v_scales + kv_head * p.v_scales_strides[0];
       UNROLL
       for (int g = 0; g < GROUPS; g++) {
@@ -163,7 +164,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     // dropped. In a tile without ends it begins a run of keys of its block.
     const bool has_all = base >= begin && base + LANES <= end;
     const uint number = uint(block) * uint(BLOCK_SIZE) + uint(slot);
-    const uint seen = simd_min(is_valid ? number : NOWHERE);
+    const uint seen = simd_min(is_valid ? number : uint(NOWHERE));
     const int own_block = is_valid ? block : int(seen / uint(BLOCK_SIZE));
     const int own_slot = is_valid ? slot : int(seen % uint(BLOCK_SIZE));
     const uint k_offset = slot_offset<K>(own_block, own_slot, p.k_strides[1], p.k_strides[2]);

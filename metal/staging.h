@@ -54,8 +54,9 @@ inline void load_scales(const device half* k_scales, const device half* v_scales
   const device half* k_head = k_scales + head_slot * p.k_scales_strides[0];
   const device half* v_head = v_scales + head_slot * p.v_scales_strides[0];
   if (thread_index < KEYS) {
-    own_k = read_scales<K>(k_head, numbers[thread_index], 0, p.k_scales_strides[1],
-                           p.k_scales_strides[2])[0];
+    const vec<half, 2> of_key = read_scales<K>(k_head, numbers[thread_index], 0,
+                                               p.k_scales_strides[1], p.k_scales_strides[2]);
+    own_k = of_key[0];
   }
   UNROLL
   for (int step = 0; step < COUNT; step++) {

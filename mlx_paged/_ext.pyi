@@ -51,7 +51,9 @@ def write_kv(
 def copy_blocks(
     k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
 ) -> tuple[mx.array, mx.array]: ...
-def gather_blocks(cache: mx.array, block_tables: mx.array, num_tokens: int) -> mx.array: ...
+def gather_blocks(
+    cache: mx.array, block_tables: mx.array, num_tokens: int, head_runs: mx.array | None = None
+) -> mx.array: ...
 def append_kv(
     kind: type[_Array],
     k: mx.array,
@@ -62,6 +64,7 @@ def append_kv(
     block_tables: mx.array,
     num_tokens: int,
     held: mx.array | None = None,
+    head_runs: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, _Array, _Array] | None: ...
 def padded_arrays(
     starts: Sequence[int],

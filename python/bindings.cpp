@@ -31,8 +31,9 @@ Import ``mlx.core`` first: it loads libmlx and registers ``mlx.core.array``.
 constexpr const char* kGatherBlocksDoc =
     R"(The keys or values of a batch's sequences in one array ``[B, H_kv, num_tokens, D]``, by a
 graph of MLX's own ops on the current device: the first num_tokens of each row of ``block_tables
-[B, M]`` in ``cache [H_kv, N, S, D]``. Raises ValueError if an argument has another number of axes,
-or num_tokens is above ``M * S``.)";
+[B, M]`` in ``cache [H_kv, N, S, D]``. Arrays of a pool may have `head_runs`, from
+:func:`mlx_paged.kv.pool.head_runs` of each table, which several calls can share. Raises ValueError
+if an argument has another number of axes, or num_tokens is above ``M * S``.)";
 
 constexpr const char* kTakeFromPoolDoc =
     R"(``mx.take(rows, indices, axis=0)`` for the memory of a pool, on the current device.
@@ -151,9 +152,10 @@ nb::object view_as(nb::type_object kind, const mx::array& array) {
 
 nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
                   const mx::array& k_cache, const mx::array& v_cache, const mx::array& slot_mapping,
-                  const mx::array& block_tables, int num_tokens, const OptionalArray& held) {
+                  const mx::array& block_tables, int num_tokens, const OptionalArray& held,
+                  const OptionalArray& head_runs) {
   const auto arrays =
-      append_kv(k, v, k_cache, v_cache, slot_mapping, block_tables, num_tokens, held);
+      append_kv(k, v, k_cache, v_cache, slot_mapping, block_tables, num_tokens, held, head_runs);
   if (!arrays) {
     return nb::none();
   }
@@ -180,7 +182,7 @@ NB_MODULE(_ext, m) {
   m.def("copy_blocks", &copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a, nb::kw_only(),
         "stream"_a = nb::none(), "See :func:`mlx_paged.ops.copy_blocks`.");
   m.def("gather_blocks", &gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,
-        kGatherBlocksDoc);
+        "head_runs"_a = nb::none(), kGatherBlocksDoc);
   m.def("take_from_pool", &take_from_pool, "rows"_a, "indices"_a, kTakeFromPoolDoc);
   m.def("pool_zeros", &pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(), "capacity"_a = 0,
         "stream"_a = nb::none(), kPoolZerosDoc);
@@ -190,7 +192,8 @@ NB_MODULE(_ext, m) {
       "reserved_bytes", &reserved_bytes,
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
   m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
-        "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
+        "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), "head_runs"_a = nb::none(),
+        kAppendKvDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
         "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);

@@ -151,12 +151,16 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="folder of the agents' programs")
     folder = parser.parse_args().folder.resolve()
     found = {name: folder / name for name in COMMANDS if (folder / name).exists()}
-    failed = []
+    failed, rows = [], ["| agent | version | result |", "|---|---|---|"]
     with scripted() as url:
         for name, program in found.items():
             is_done, printed = run(name, program, url)
-            print(f"== {name}: {'done' if is_done else 'FAILED'}\n{printed.strip()}\n", flush=True)
+            result = "done" if is_done else "FAILED"
+            print(f"== {name}: {result}\n{printed.strip()}\n", flush=True)
             failed += [] if is_done else [name]
+            version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
+            rows.append(f"| {name} | {version.strip()} | {result} |")
+    print("\n".join(rows))
     print(json.dumps({"agents": sorted(found), "failed": failed}))
     return 1 if failed or not found else 0
 

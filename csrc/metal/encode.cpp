@@ -54,6 +54,18 @@ MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const LaunchPlan&
   return state;
 }
 
+// The error of an earlier command buffer of this thread, for who waits next: MLX tells of it once.
+thread_local std::exception_ptr noted;
+
+// Opens an encoder, unless MLX tells of an error instead.
+void open_encoder(mx::metal::CommandEncoder& encoder) {
+  try {
+    encoder.barrier();
+  } catch (...) {
+    noted = noted ? noted : std::current_exception();
+  }
+}
+
 MTL::Size size(const std::array<uint32_t, 3>& xyz) { return MTL::Size(xyz[0], xyz[1], xyz[2]); }
 
 // Registers a pool as an input and an output of MLX's current Metal encoder. An encoder waits only
@@ -113,6 +125,9 @@ std::function<void()> end_of_work(mx::Stream stream) {
   auto& encoder = mx::metal::get_command_encoder(stream);
   const auto buffer = NS::RetainPtr(encoder.get_command_buffer());
   encoder.end_encoding();
+  // Metal says in which order command buffers start, not in which order they complete.
+  open_encoder(encoder);
+  encoder.end_encoding(true);  // it waits for the fences of all earlier encoders
   const auto handler = std::make_shared<std::promise<void>>();
   encoder.commit([handler] { handler->set_value(); });
   return [stream, buffer, thread = thread_number(), handled = handler->get_future().share()] {
@@ -124,8 +139,11 @@ std::function<void()> end_of_work(mx::Stream stream) {
     }
     auto& encoder = mx::metal::get_command_encoder(stream);
     encoder.end_encoding();
-    encoder.barrier();  // opens the next one, which throws the error of an earlier command buffer
+    open_encoder(encoder);
     encoder.end_encoding();
+    if (noted) {
+      std::rethrow_exception(std::exchange(noted, nullptr));
+    }
   };
 }
 

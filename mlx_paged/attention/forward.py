@@ -40,8 +40,7 @@ HEADS_OF_MLX = 64, 72, 80, 96, 128
 GPU with matrix units of its own: there products are three to four times as fast, elsewhere as fast
 as those of this package's kernel."""
 
-SCORES = 1 << 25
-"""So many scores are in memory at once."""
+SCORES = 1 << 25  # so many are in memory at once
 
 ANY_NUMBER = 2**31
 
@@ -181,6 +180,14 @@ class Forward:
     row_tables: mx.array | None = None
     is_read: bool = True  # whether the output of attention is used
     is_traced: bool = False  # ``mx.compile`` traces the forward, which nothing differentiates
+    _runs: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, init=False)
+
+    def runs(self, tables: mx.array, heads: int) -> mx.array:
+        """:func:`head_runs` of each block table. Layers that ask one after the other share them."""
+        if heads not in self._runs or self._runs[heads][0] is not tables:
+            runs = tables[:, None] * heads + mx.arange(heads, dtype=mx.int32)[:, None]
+            self._runs[heads] = tables, runs
+        return self._runs[heads][1]
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
@@ -236,16 +243,15 @@ class LayerView(AttendingCache):
     def _gathered(self, cache: mx.array) -> mx.array:
         forward = self.forward
         tables = forward.block_tables if forward.row_tables is None else forward.row_tables
-        found = ops.gather_blocks(cache, tables, forward.max_context)
+        runs = forward.runs(tables, cache.shape[0])
+        found = ops.gather_blocks(cache, tables, forward.max_context, runs)
         return found if forward.held is None else mx.where(forward.held, found, 0)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """A copy of the K/V of one sequence, ``[1, H_kv, num_tokens, D]`` each, as the model would
         store it."""
-        tables = block_ids[None]
-        return self.pool.read(
-            self.layer, lambda cache: ops.gather_blocks(cache, tables, num_tokens), as_written=True
-        )
+        wanted = block_ids[None], num_tokens
+        return self.pool.read(self.layer, lambda a: ops.gather_blocks(a, *wanted), as_written=True)
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         return self.forward.mask(columns, window)
@@ -329,8 +335,6 @@ class LayerView(AttendingCache):
             rows.append(out if chunk.length == q.shape[2] else mx.pad(out, padding))
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
 
-    # Both paths give the same answer
-
     def through_tables(
         self,
         query: Query,
@@ -363,7 +367,8 @@ class LayerView(AttendingCache):
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
         num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
-        k, v = self.pool.read(self.layer, lambda cache: ops.gather_blocks(cache, tables, num_keys))
+        wanted = tables, num_keys, self.forward.runs(tables, self.shape.n_kv_heads)
+        k, v = self.pool.read(self.layer, lambda cache: ops.gather_blocks(cache, *wanted))
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
         mask = causal_mask(queries, num_keys, query.window)
         v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN

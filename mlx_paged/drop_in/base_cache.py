@@ -38,10 +38,10 @@ class StepView(LayerView):
     def append(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle] | None:
         """Write K/V, and return handles as `keys_and_values`; None if one call cannot do both."""
         step = self.forward
-        slots, tables = step.slot_mapping, step.block_tables
-        gathered = self.pool.append(
-            KVHandle, self.layer, keys, values, slots, tables, step.max_context, step.held
-        )
+        tables = step.block_tables
+        runs = step.runs(tables, self.shape.n_kv_heads)
+        read = step.slot_mapping, tables, step.max_context, step.held, runs
+        gathered = self.pool.append(KVHandle, self.layer, keys, values, *read)
         if gathered is None:
             return None
         k, v = gathered

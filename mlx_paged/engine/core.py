@@ -1,7 +1,6 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -52,10 +51,9 @@ class EngineCore:
         seed: int | None = None,  # of the random streams of requests that have no seed
         lookahead: bool = True,  # launch each step before the step before it has been read
         fast_forward: bool = True,  # compute the tokens that grammars force together
-        clock: Callable[[], float] = time.perf_counter,
         instruments: RecorderConfig | None = None,  # to measure its steps with
     ) -> None:
-        instruments = instruments or RecorderConfig()
+        instruments, clock = instruments or RecorderConfig(), scheduler.clock
         self.occupancy = Occupancy()
         self.scheduler = scheduler
         self.stats = stats
@@ -69,7 +67,7 @@ class EngineCore:
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
-        self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock, fast_forward)
+        self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, fast_forward)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._make_request = RequestMaker(self.grammars, clock, seed)
         self._requests, self._kept = dict[int, Request](), dict[int, Request]()

@@ -2,12 +2,13 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Generic
 
+from mlx_paged.metrics.recorder import GcPauses
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import (
@@ -46,14 +47,14 @@ class StepPipeline(Generic[LaunchedT]):
         self,
         scheduler: Scheduler,
         runner: Runner[LaunchedT],
-        clock: Callable[[], float],
+        pauses: GcPauses,  # no part of a step's times
         # Tokens that a grammar forces become tokens at once, and the next step computes them
         # together.
         fast_forward: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self.runner = runner
-        self._clock = clock
+        self._pauses = pauses
         self.fast_forward = fast_forward
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._known: list[Request] = []  # whose token of the step under way is known already
@@ -119,7 +120,7 @@ class StepPipeline(Generic[LaunchedT]):
     def _launch(
         self, before: _UnderWay[LaunchedT] | None, result: StepResult
     ) -> _UnderWay[LaunchedT] | None:
-        started = self._clock()
+        started = self._now()
         try:
             step = self._scheduler.schedule()
         except Exception as error:
@@ -127,7 +128,7 @@ class StepPipeline(Generic[LaunchedT]):
                 raise
             result.fault = Fault([], error)  # the step under way counts first
             return None
-        scheduled = self._clock()
+        scheduled = self._now()
         result.schedule_seconds += scheduled - started
         try:
             if step.stores or step.loads:
@@ -146,22 +147,22 @@ class StepPipeline(Generic[LaunchedT]):
             return None
         finally:
             self._scheduler.allocator.store.copies_done()
-        launched_at = self._clock()
+        launched_at = self._now()
         self._scheduler.commit(step)
-        committed_at = self._clock()
+        committed_at = self._now()
         for request in launched.requests:
             request.num_in_flight += not request.synchronous
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
         in_use = self._scheduler.allocator.blocks_in_use
         result.launched.append(step)
-        ended = self._clock()
+        ended = self._now()
         result.schedule_seconds += committed_at - launched_at
         result.launch_seconds += launched_at - scheduled + ended - committed_at
         return _UnderWay(launched, step, ended - started, in_use)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
-        started = self._clock()
+        started = self._now()
         try:
             choices = self.runner.collect(current.launched)
         except BaseException as error:
@@ -169,7 +170,7 @@ class StepPipeline(Generic[LaunchedT]):
             later += result.fault.requests if result.fault else []  # of a launch that failed
             result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
             return
-        result.wait_seconds = self._clock() - started
+        result.wait_seconds = self._now() - started
         result.step = current.step
         result.seconds = current.seconds + result.wait_seconds
         result.blocks_in_use = current.blocks_in_use
@@ -185,7 +186,7 @@ class StepPipeline(Generic[LaunchedT]):
         if self._scheduler.speculation is not None:
             result.choices = self._scheduler.speculation.accept(current.step, result.choices)
             self._last = {choice.request.id: choice for choice in result.choices}
-        committing = self._clock()
+        committing = self._now()
         try:
             self._put(current.step)
         except Exception as error:  # of the copies; the step itself is right
@@ -194,7 +195,11 @@ class StepPipeline(Generic[LaunchedT]):
         self._scheduler.commit(current.step)
         own_seconds = result.seconds - current.step.extra_seconds
         self._scheduler.budget.observe(current.step.work, own_seconds)
-        result.schedule_seconds += self._clock() - committing
+        result.schedule_seconds += self._now() - committing
+
+    def _now(self) -> float:
+        """Seconds without the garbage collector's."""
+        return self._pauses.clock() - self._pauses.seconds
 
     def copy_when_idle(self) -> bool:
         """Copy some blocks out of the pool, unless a step is under way; whether there are more."""

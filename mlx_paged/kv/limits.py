@@ -49,6 +49,15 @@ class _Limits:
                     mx.set_wired_limit(now)  # somebody else's, such as mlx-lm's
                 mx.clear_cache()
 
+    def clear(self) -> None:
+        """Let MLX give back what it keeps, unless others hold limits: they may compute with it."""
+        with self._lock:
+            if not self._asked:
+                try:
+                    mx.synchronize()
+                finally:
+                    mx.clear_cache()
+
     def _follow(self) -> None:
         if self._before is None:
             return
@@ -63,16 +72,16 @@ _limits = _Limits()
 
 class HeldLimits:
     """MLX's wired limit is what Metal recommends, and MLX keeps at most `cache` bytes of freed
-    buffers, until `holder` dies or :attr:`release` is called; the last one restores both. When
-    `holder` dies, MLX gives back what it keeps: an owner has it as the last attribute, which dies
-    after the owner's arrays. The garbage collector, which has an order of its own, knows no array
-    of numpy. :attr:`cache` is less than was asked for if the former limit is."""
+    buffers, until `holder` dies or :attr:`release` is called; the last one restores both. When the
+    last `holder` dies, MLX gives back what it keeps: an owner has it as the last attribute, which
+    dies after the owner's arrays. The garbage collector, which has an order of its own, knows no
+    array of numpy. :attr:`cache` is less than was asked for if the former limit is."""
 
     def __init__(self, cache: int) -> None:
         self.cache = _limits.hold(cache)
         self.holder = np.empty(0)
         self.release = finalize(self.holder, _limits.release, cache)
-        for each in (self.release, finalize(self.holder, lambda: mx.clear_cache())):
+        for each in (self.release, finalize(self.holder, _limits.clear)):
             each.atexit = False
 
 

@@ -110,10 +110,8 @@ class KVPool:
 
     def write_targets(self, layer: int) -> tuple[mx.array, mx.array]:
         """The arrays that rows are written to: K and V, or in latent layers two views of K."""
-        if not self.shapes[layer].latent:
-            return self.k[layer], self.v[layer]
-        latents, rotary_keys = mx.split(self.k[layer], [self.shapes[layer].v_head_dim], axis=-1)
-        return latents, rotary_keys
+        shape = self.shapes[layer]
+        return _halves(self.k[layer], shape) if shape.latent else (self.k[layer], self.v[layer])
 
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
         """Write K rows and V rows to their slots ``[T]``, in place; :func:`mlx_paged.ops.write_kv`
@@ -194,25 +192,20 @@ class KVPool:
     ) -> tuple[mx.array, mx.array]:
         """A layer's K and V that `gather` takes from an array, in the type of the model; if
         `as_written`, of latent layers the latents and the rotary keys."""
+        shape = self.shapes[layer]
+        if shape.latent:
+            keys = gather(self.k[layer])
+            return _halves(keys, shape) if as_written else (keys, _latents(keys, shape))
         if not self.scales:
-            stored = self.write_targets(layer) if as_written else (self.k[layer], self.v[layer])
-            return gather(stored[0]), gather(stored[1])
+            return gather(self.k[layer]), gather(self.v[layer])
         k, v, of_k, of_v = map(gather, self.targets(layer))
-        dtype = self.shapes[layer].dtype
-        k, v = dequantized(k, of_k, dtype), dequantized(v, of_v, dtype)
-        return (ops.hadamard(k), ops.hadamard(v)) if self.shapes[layer].rotates else (k, v)
+        k, v = dequantized(k, of_k, shape.dtype), dequantized(v, of_v, shape.dtype)
+        return (ops.hadamard(k), ops.hadamard(v)) if shape.rotates else (k, v)
 
     def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
         `runs` are the sequence's blocks, from :func:`head_runs`."""
-
-        def gathered(cache: mx.array) -> mx.array:
-            return _gather_heads(cache, runs)[:, :, :num_tokens]
-
-        if self.shapes[layer].latent:
-            k = gathered(self.k[layer])
-            return k, _latents(k, self.shapes[layer])
-        return self.read(layer, gathered)
+        return self.read(layer, lambda cache: _gather_heads(cache, runs)[:, :, :num_tokens])
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
@@ -300,6 +293,12 @@ def _evaluate(*arrays: mx.array) -> None:
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     """The values of a latent layer, a view of its keys."""
     return keys[..., : shape.v_head_dim]
+
+
+def _halves(keys: mx.array, shape: KVShape) -> tuple[mx.array, mx.array]:
+    """The latents and the rotary keys of a latent layer, views of its keys."""
+    latents, rotary_keys = mx.split(keys, [shape.v_head_dim], axis=-1)
+    return latents, rotary_keys
 
 
 def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:

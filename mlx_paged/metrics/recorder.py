@@ -25,7 +25,7 @@ class GcPauses:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = 0.0  # on the watched thread
         self.elsewhere = 0.0  # seconds on other threads
-        self._clock = clock
+        self.clock = clock
         self._thread = threading.get_ident()
         self._started: float | None = None
         note = weakref.WeakMethod(self._note)  # a bound method would keep this object alive
@@ -41,15 +41,11 @@ class GcPauses:
     def watch(self) -> None:
         self._thread = threading.get_ident()
 
-    def working(self) -> float:
-        """The clock without the collections on the watched thread."""
-        return self._clock() - self.seconds
-
     def _note(self, phase: str) -> None:
         if phase == "start":
-            self._started = self._clock()
+            self._started = self.clock()
         elif self._started is not None:
-            pause, self._started = self._clock() - self._started, None
+            pause, self._started = self.clock() - self._started, None
             if threading.get_ident() == self._thread:
                 self.seconds += pause
             else:
@@ -133,8 +129,7 @@ class TickRecorder:
         clock: Callable[[], float],  # seconds
         config: RecorderConfig,
     ) -> None:
-        self._pauses = GcPauses(clock)
-        self.working_clock = self._pauses.working  # without the garbage collector's pauses
+        self.pauses = GcPauses(clock)
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock
@@ -169,19 +164,19 @@ class TickRecorder:
 
     def begin(self) -> None:
         """Call before the engine advances."""
-        self._pauses.watch()
+        self.pauses.watch()
         tick = self._tick = Tick(start=self._clock())
-        tick.gc_ms, tick.gc_elsewhere_ms = -self._pauses.seconds, -self._pauses.elsewhere
+        tick.gc_ms, tick.gc_elsewhere_ms = -self.pauses.seconds, -self.pauses.elsewhere
 
     def results_ready(self) -> None:
         """Call when the step has ended, before its tokens go to their requests."""
-        self._tick.output_ms = -self._pauses.working()
+        self._tick.output_ms = self.pauses.seconds - self._clock()
 
     def end(self, result: StepResult) -> None:
         """Call after the engine advanced."""
         if result.step is None and result.fault is None:
             return
-        tick, pauses = self._tick, self._pauses
+        tick, pauses = self._tick, self.pauses
         ended = self._clock()
         tick.tick_ms = 1000 * (ended - tick.start)
         tick.gc_ms = 1000 * (tick.gc_ms + pauses.seconds)

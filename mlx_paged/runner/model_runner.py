@@ -171,9 +171,11 @@ class ModelRunner:
         prompt_scores: list[PromptScores] = []
         for spans, batch in self._batches(step, coming):
             rows, scores = self._forward(batch)
-            if self.begins_each:
+            own = rows if batch.logits_of is None else rows[batch.logits_of]
+            if self.begins_each or batch.scored:
                 states = self.states.arrays(batch.seq_ids)
-                self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled)])
+                read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
+                self._begin([*self.pool.handles(), *states, *read])
             if self._is_recurrent:
                 for span in spans:
                     for snapshot in span.snapshots:
@@ -182,7 +184,7 @@ class ModelRunner:
                 prompt_scores.append(PromptScores(batch.scored, rows))
             if batch.sampled:
                 requests += batch.sampled
-                logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
+                logits.append(own)
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
         step.extra_seconds += self._trace_seconds - traced
@@ -194,7 +196,6 @@ class ModelRunner:
             pending += self.states.arrays([request.id for request in step.everyone])
             pending += self._copied
             self._copied = []
-        pending += [array for each in prompt_scores for array in each.arrays]
         launched = LaunchedStep(requests, None, pending, prompt_scores)
         if requests:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}

@@ -10,6 +10,8 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_paged.attention.forward import SCORES, has_matrix_units, is_fused
 from mlx_paged.kv.memory import LONG_PROMPT
 from mlx_paged.runner.model_probe import ModelProfile
+from mlx_paged.sampling import prompt_scores
+from mlx_paged.scheduler.budget import MOST_SCORED
 
 COPIES = 3  # arrays as wide as a product's output that come of it, that output included
 OF_LOGITS = 4  # arrays of a row of logits in float32 that the sampler makes
@@ -51,7 +53,9 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
     alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + max(gathered, partials)))
     states = STEPS * max_running * profile.state_bytes
-    return alive * item + states + 4 * OF_LOGITS * max_running * vocab
+    # While prompts are scored, no sampler runs, but what it will read is there twice.
+    scored = item * (MOST_SCORED + 2 * max_running) + 4 * prompt_scores.ARRAYS * prompt_scores.PART
+    return alive * item + states + max(4 * OF_LOGITS * max_running, scored) * vocab
 
 
 def partial_bytes(profile: ModelProfile, chunk: int, num_decodes: int) -> int:

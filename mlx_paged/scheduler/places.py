@@ -38,7 +38,7 @@ class Places:
         rewinds: bool = True,
         # How many snapshots of recurrent states are kept; 0: no prefix is shared.
         max_snapshots: int = 0,
-        clock: Callable[[], float] = time.perf_counter,  # the engine's
+        clock: Callable[[], float] = time.perf_counter,  # of the engine, too
         scores: bool = True,  # whether the runner can compute log-probabilities of prompt tokens
     ) -> None:
         self.allocator = allocator
@@ -47,7 +47,7 @@ class Places:
         self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
         self.victims = victims
         self.watermark = watermark
-        self._clock, self._scores = clock, scores
+        self.clock, self._scores = clock, scores
         self.rewinds = rewinds
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
@@ -163,7 +163,7 @@ class Places:
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
             request.prefix_miss = miss
-            request.admitted_time = self._clock()
+            request.admitted_time = self.clock()
         return True
 
     def _make_room(self, step: Step) -> Request:

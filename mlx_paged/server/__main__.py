@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator["Server"]:
     """A server that listens. Its ``run`` answers requests and may run in any thread. Raises
-    ValueError for a model or an option, OSError for the address or a file of TLS,
+    ValueError for a model, an option or the address, OSError for a file of TLS,
     ModuleNotFoundError without the extra "server"."""
     from mlx_paged.server.listener import Server
     from mlx_paged.server.models import Models

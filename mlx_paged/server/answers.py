@@ -91,7 +91,8 @@ class Answer:
         try:
             await work
         except asyncio.CancelledError:
-            record.reason = "the client disconnected before the end of its answer"
+            who = "the server was stopped" if self.state.forced else "the client disconnected"
+            record.reason = f"{who} before the end of its answer"
         finally:
             gone.cancel()
             record.reason = record.reason or self.failure

@@ -37,6 +37,9 @@ NUM_THREADS = 32
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
 
+TOLD = ("x-request-id", "request-id", "x-ignored-fields", "retry-after")
+"""Headers of answers that clients read, also those in web pages of other origins."""
+
 LENGTHS = "content-length", "transfer-encoding"
 
 APIS: dict[str, tuple[type[Answer], Callable[[Fields], Fields] | None]] = {
@@ -68,11 +71,13 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     app.state.args, app.state.models = args, models
     app.state.metrics = ServerMetrics(models)
     app.state.created = int(time.time())
+    app.state.forced = False  # to stop without an end of open answers
     app.state.seen = set[str]()  # unknown fields that the log has named
     app.user_middleware.append(Middleware(_guarded, args=args, metrics=app.state.metrics))
     if args.allowed_origins:
         every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        app.add_middleware(CORSMiddleware, allow_origins=args.allowed_origins, **every)
+        every |= {"allow_origins": args.allowed_origins, "expose_headers": TOLD}
+        app.add_middleware(CORSMiddleware, **every)
     return app
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
@@ -35,6 +34,25 @@ class Delta:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
+@dataclass(slots=True)
+class TextOffsets:
+    """Where tokens begin in a text. A token's own text need not be there: its bytes may be a part
+    of a character, a space may be left out, a special token has none."""
+
+    text: str
+    end: int = 0  # of the text of the tokens so far
+
+    def of(self, token_text: str, segment: str) -> int:
+        """Where the next token begins, which makes `segment` certain."""
+        start = self.end
+        found = self.text.find(segment, start, start + len(segment) + 1)
+        if found < 0:
+            return start
+        self.end = found + len(segment)
+        is_there = token_text and segment.endswith(token_text)
+        return self.end - len(token_text) if is_there else start
+
+
 class CompletionChoice:
     """Collects the tokens of one completion, which is choice `index` of the answer. The model finds
     reasoning and tool calls in its text. Stop strings count in the text only."""
@@ -52,10 +70,11 @@ class CompletionChoice:
         self._state = model.machines[tools is not None].make_state(prompt.state)
         self._stop = StopStrings(fields["stop"])
         self._one_call = not fields.get("parallel_tool_calls", True)
-        self._prompt, self._echo = prompt.tokens, prompt.text
+        self._prompt, self._echo = prompt, prompt.text
         self._tool_text: str | None = None  # of a call that has begun
         self._num_calls = 0
-        self._offset = 0  # characters before the next token of _text_logprobs
+        self._offsets = TextOffsets(prompt.text, len(prompt.text))
+        self._starts: list[int] = []  # of tokens that _text_logprobs has not told yet
 
     @property
     def engine_reason(self) -> str:
@@ -118,6 +137,9 @@ class CompletionChoice:
         if self._fields["logprobs"] and output.token is not None:
             described = self._described(output.token, output.logprob, output.top_logprobs)
             delta.logprobs.append(described)
+            if "messages" not in self._fields:
+                self._offsets.text += output.text
+                self._starts.append(self._offsets.of(described["token"], output.text))
         return delta
 
     def entry(self, delta: Delta) -> dict[str, Any]:
@@ -127,7 +149,9 @@ class CompletionChoice:
             asked, wants = self._fields["prompt_logprobs"], self._fields["logprobs"]
             of_tokens = delta.logprobs
             if self._fields["echo"] and wants and self.completion:
-                of_tokens = self._of_prompt(self.completion) + of_tokens
+                of_prompt = self._of_prompt(self.completion)
+                of_tokens = of_prompt + of_tokens
+                self._starts = self._prompt_starts(of_prompt) + self._starts
             logprobs = self._text_logprobs(of_tokens) if of_tokens else None
             entry |= {"text": delta.text, "logprobs": logprobs}
             if asked is None or not self.completion:
@@ -148,15 +172,24 @@ class CompletionChoice:
     def _of_prompt(self, completion: Completion) -> list[dict[str, Any]]:
         """The entries of the prompt's tokens; the first has no log-probability."""
         count, entries = self._fields["top_logprobs"], []
-        for token, known in zip(self._prompt, completion.prompt_logprobs, strict=True):
+        for token, known in zip(self._prompt.tokens, completion.prompt_logprobs, strict=True):
             logprob, _, top = known or (None, None, ())
             entries.append(self._described(token, logprob, top[:count]))
         return entries
 
+    def _prompt_starts(self, entries: list[dict[str, Any]]) -> list[int]:
+        """Where the tokens of the prompt begin in its text."""
+        offsets, detokenizer = TextOffsets(self._prompt.text), self._tokenizer.detokenizer
+        starts = []
+        for token, entry in zip(self._prompt.tokens, entries, strict=True):
+            detokenizer.add_token(token)
+            starts.append(offsets.of(entry["token"], detokenizer.last_segment))
+        return starts
+
     def _as_in_vllm(self, completion: Completion, count: int) -> list[dict[int, Any] | None]:
         """For each token of the prompt, itself and the likeliest ones by token id."""
         found: list[dict[int, Any] | None] = []
-        for token, known in zip(self._prompt, completion.prompt_logprobs, strict=True):
+        for token, known in zip(self._prompt.tokens, completion.prompt_logprobs, strict=True):
             if known is not None:
                 ranked = [(*pair, rank) for rank, pair in enumerate(known.top[:count], 1)]
                 found.append(
@@ -174,8 +207,7 @@ class CompletionChoice:
 
     def _text_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         """The entries in the form for text completions, with mlx-lm's "content" beside it."""
-        ends = list(accumulate((len(entry["token"]) for entry in logprobs), initial=self._offset))
-        self._offset = ends.pop()
+        starts, self._starts = self._starts, []
         return {
             "tokens": [entry["token"] for entry in logprobs],
             "token_logprobs": [entry["logprob"] for entry in logprobs],
@@ -185,7 +217,7 @@ class CompletionChoice:
                 else {t["token"]: t["logprob"] for t in e["top_logprobs"]}
                 for e in logprobs
             ],
-            "text_offset": ends,
+            "text_offset": starts,
             "content": logprobs,
         }
 

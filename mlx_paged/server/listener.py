@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import resource
 import socket
+from types import FrameType
 from typing import Any
 
 import h11
@@ -50,14 +51,15 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Listens on `address`, host and port, from its construction on. Raises OSError if the address
-    is in use, or a file of TLS cannot be read."""
+    """Listens on `address`, host and port, from its construction on. Raises ValueError if it
+    cannot, OSError if a file of TLS cannot be read."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.models = models
         self._drain_s = args.drain_seconds
+        self.app = make_app(args, models)
         config = uvicorn.Config(
-            make_app(args, models),
+            self.app,
             http=Connection,
             ws="none",
             lifespan="on",
@@ -74,12 +76,28 @@ class Server(uvicorn.Server):
         config.load()
         super().__init__(config)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        self.listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
+        here = args.host, args.port
+        try:
+            self.listener = socket.create_server(here, family=family, backlog=2048)
+        except OSError as error:
+            why = str(error.strerror).partition(" (while")[0]
+            expected = "an address of this machine and a free port; --port 0 takes one"
+            given = "--host {} --port {}".format(*here)
+            raise ValueError(f"{given}: {why}: expected {expected}") from error
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
 
     def run(self, sockets: Any = None) -> None:
         """Answer requests until a signal comes or `should_exit` is set, then drain."""
         super().run([self.listener])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A second SIGINT closes all connections: uvicorn would wait for them."""
+        super().handle_exit(sig, frame)
+        if self.force_exit:
+            self.app.state.forced = True
+            loop = asyncio.get_running_loop()
+            for connection in list(self.server_state.connections):
+                loop.call_soon_threadsafe(connection.transport.abort)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish open answers; when the time to drain is over, end them with an error."""

@@ -135,6 +135,13 @@ class TestPool:
         np.testing.assert_array_equal(as_numpy(k), flat)
         np.testing.assert_array_equal(as_numpy(v), flat[..., :RANK])
 
+    @pytest.mark.parametrize("as_written", [False, True])
+    def test_whole_rows_are_gathered_once(self, as_written):
+        """MLX's gather on a GPU takes 32-bit offsets by the size of an array, not by its reach."""
+        pool, gathered = latent_pool(), []
+        pool.read(0, lambda array: gathered.append(array) or array, as_written=as_written)
+        assert gathered == [pool.k[0]]
+
 
 class DecodeCounter:
     """Counts the forwards of single tokens: decodes, and a prompt's last token by itself."""

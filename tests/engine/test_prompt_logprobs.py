@@ -7,6 +7,9 @@ import pytest
 from mlx_paged import Engine
 from mlx_paged.request import Request
 from mlx_paged.runner import model_runner
+from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.step_memory import step_bytes
+from mlx_paged.sampling import prompt_scores
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.budget import MOST_SCORED
@@ -138,7 +141,7 @@ def test_steps_have_few_rows_of_logits(llama, monkeypatch):
     class Counted(PromptScores):
         def __init__(self, spans, logits):
             super().__init__(spans, logits)
-            rows.append(len(self.arrays[0]))
+            rows.append(len(self._rows))
 
     monkeypatch.setattr(model_runner, "PromptScores", Counted)
     engine = make_engine(llama, max_running=16)
@@ -155,6 +158,53 @@ def test_steps_have_few_rows_of_logits(llama, monkeypatch):
     before = engine.stats.steps
     engine.generate(PROMPTS[4:5], **options)
     assert rows == [30] and engine.stats.steps == before + 1
+
+
+@pytest.mark.parametrize("message", ["a bug", "[METAL] Command buffer execution failed: x"])
+def test_a_part_that_fails_is_computed_again(llama, monkeypatch, message):
+    """While the step before it is under way, whose tokens count if the device has not failed."""
+    calls, original = [], prompt_scores.scored
+
+    def fails_once(*arguments):
+        calls.append(1)
+        if len(calls) == 15:  # in the second step
+            raise RuntimeError(message)
+        return original(*arguments)
+
+    monkeypatch.setattr(prompt_scores, "scored", fails_once)
+    engine = make_engine(llama)
+    done = engine.generate(PROMPTS, max_tokens=3, prompt_logprobs=0)
+    plain = make_engine(llama).generate(PROMPTS, max_tokens=3)
+    assert [c.tokens for c in done] == [c.tokens for c in plain]
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        assert_scores(llama, prompt, completion)
+    assert engine.stats.faults == 1 and engine.manager.blocks_in_use == 0
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_a_step_takes_no_more_memory_than_is_counted(monkeypatch, count):
+    model = tiny_model("llama", vocab_size=60_000)
+    engine, peaks = make_engine(model, max_running=1, prefill_chunk=64, num_blocks=64), []
+
+    class Measured(PromptScores):
+        def __init__(self, spans, logits):
+            mx.eval(logits)
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            super().__init__(spans, logits)
+            peaks.append(mx.get_peak_memory() - before)
+
+    monkeypatch.setattr(model_runner, "PromptScores", Measured)
+    engine.generate([PROMPTS[1]], prompt_logprobs=count, max_tokens=1)  # what is made once
+    mx.synchronize()
+    peaks.clear()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    engine.generate([PROMPTS[4]], prompt_logprobs=count, max_tokens=1)
+    of_part = 4 * prompt_scores.ARRAYS * prompt_scores.PART * 60_000
+    assert (0.3 if count else 0.05) * of_part < max(peaks) <= of_part
+    profile = probe(model)
+    assert mx.get_peak_memory() - before <= step_bytes(model, profile, 64, 1)
 
 
 def test_steps_without_them_ask_no_request(llama, monkeypatch):

@@ -290,26 +290,46 @@ class TestReadsByMLX:
 class TestEndOfWork:
     """``end_of_work`` is MLX's ``CommandEncoder::synchronize`` in two halves."""
 
+    SEEN = "commit", "launched", "completed", "handled", "opened", "raised"
+    ONE = "opened", "commit", "launched", "completed", "handled"
+
+    def seen(self, script: EncoderScript) -> tuple[str, ...]:
+        return tuple(line for line in script.lines() if line in self.SEEN)
+
     @pytest.mark.parametrize("told", ["opened", "raised"])
     def test_it_waits_for_a_buffer_of_its_own_then_asks_for_the_error(self, told):
         script = EncoderScript()
         if told == "raised":
             script.add("fail")
         script.add("finish")
-        seen = ("commit", "launched", "completed", "handled", "opened", "raised")
-        assert [line for line in script.lines() if line in seen] == [
-            "commit",
-            "launched",
-            "completed",
-            "handled",
-            told,
-        ]
+        assert self.seen(script) == (*self.ONE, told)
+
+    def test_its_buffer_waits_for_the_encoders_of_all_others(self):
+        """A command buffer without an encoder may be complete at any time, and one with an encoder
+        when those are that it waits for: no fence of the data orders two attentions."""
+        script = EncoderScript()
+        for _ in range(3):
+            script.op(attention(random_case([5])), {})
+            script.end()
+            script.add("commit")
+        script.add("finish")
+        lines = script.lines()
+        opened = lines.index("opened")
+        assert {"0", "1", "2"} <= set(lines[opened + 1].removeprefix("end ").split())
+        assert lines[opened + 3] == "commit" and "commit" not in lines[opened + 4 :]
+
+    def test_an_error_that_the_next_end_meets_is_told_to_who_waits_first(self):
+        """MLX tells of an error once. A step is launched before the step before is waited for."""
+        script = EncoderScript()
+        script.add("two_ends")
+        seen = self.seen(script)
+        assert seen.count("raised") == 1 and seen.count("completed") == 2
+        assert "completed" in seen[seen.index("raised") :]
 
     def test_another_thread_waits_but_cannot_know_of_an_error(self):
         script = EncoderScript()
         script.add("finish_elsewhere")
-        seen = ("completed", "opened", "raised")
-        assert [line for line in script.lines() if line in seen] == ["completed", "raised"]
+        assert self.seen(script)[-3:] == ("completed", "handled", "raised")
 
     def test_buffers_are_counted_once(self):
         case, script = random_case([5]), EncoderScript()

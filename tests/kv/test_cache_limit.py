@@ -67,6 +67,25 @@ class TestWhatMLXKeeps:
         gc.collect()
         assert kept[-1] == 0
 
+    def test_nothing_is_cleared_while_another_engine_may_compute(self, kept, llama):
+        engine, other = (Engine(llama, num_blocks=32) for _ in range(2))
+        engine.close()
+        del engine
+        gc.collect()
+        assert kept == []
+        del other
+        gc.collect()
+        assert kept == [0]
+
+    def test_a_closed_engines_memory_is_cleared_after_a_wait(self, mac, llama, monkeypatch):
+        engine = Engine(llama, num_blocks=32)
+        engine.close()
+        monkeypatch.setattr(mx, "clear_cache", lambda: mac.calls.append("clear"))
+        mac.calls.clear()
+        del engine
+        gc.collect()
+        assert mac.calls == [("synchronize", None), "clear"]
+
     def test_a_batch_generator_gives_its_pool_back(self, kept, llama):
         generator = BatchGenerator(llama, num_blocks=32)
         generator.insert([[1, 2, 3]], [3])
@@ -147,9 +166,10 @@ def test_it_is_restored_where_the_device_fails(mac, llama, monkeypatch):
         raise RuntimeError("device error")
 
     engine = Engine(llama, num_blocks=32)
-    monkeypatch.setattr(mx, "synchronize", fail)
-    with pytest.raises(RuntimeError, match="device error"):
-        engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "synchronize", fail)
+        with pytest.raises(RuntimeError, match="device error"):
+            engine.close()
     assert mac.cached[-1] == NO_LIMIT
 
 

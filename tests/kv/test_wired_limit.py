@@ -99,7 +99,7 @@ def test_a_batch_generator_restores_it_when_its_stream_is_done(mac, llama, how):
     del generator
     gc.collect()
     assert mac.calls[1] == ("synchronize", generation_stream)
-    assert mac.calls[-1] == mac.wired == BEFORE and mac.calls.count(BEFORE) == 1
+    assert mac.wired == BEFORE and mac.calls.count(BEFORE) == 1
 
 
 @pytest.mark.slow
@@ -130,9 +130,10 @@ def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
         raise RuntimeError("device error")
 
     held = hold_limits(GB)
-    monkeypatch.setattr(mx, "synchronize", fail)
-    with pytest.raises(RuntimeError, match="device error"):
-        held.release()
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "synchronize", fail)
+        with pytest.raises(RuntimeError, match="device error"):
+            held.release()
     assert mac.wired == BEFORE
 
 
@@ -142,9 +143,10 @@ def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, ll
         raise RuntimeError("device error")
 
     engine = make_engine(llama)
-    monkeypatch.setattr(mx, "synchronize", fail)
-    with pytest.raises(RuntimeError, match="device error"):
-        engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "synchronize", fail)
+        with pytest.raises(RuntimeError, match="device error"):
+            engine.close()
     assert mac.wired == BEFORE
 
 

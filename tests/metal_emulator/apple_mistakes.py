@@ -181,6 +181,18 @@ SOURCES: dict[str, list[tuple[str, str]]] = {
             "negative",
         ),
     ],
+    "address-spaces": [
+        (
+            "constant constexpr float LEAST = 1.0f;\n"
+            "inline float f(float x) {\n  return x < LEAST ? LEAST : x;\n}\n",
+            "two address spaces",
+        ),
+        (
+            "kernel void f(device float* out [[buffer(0)]], constant float& c [[buffer(1)]]) {\n"
+            "  out[0] = c > 1.0f ? (c) : out[1];\n}\n",
+            "two address spaces",
+        ),
+    ],
 }
 """What follows PROLOGUE, and what the finding says."""
 

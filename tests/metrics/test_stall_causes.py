@@ -43,12 +43,11 @@ def core(clock, request) -> EngineCore:
     """Two streams after some decodes; only `stalled` collects garbage."""
     allocator = BlockAllocator(60, BLOCK)
     engine = EngineCore(
-        Scheduler(allocator, max_running=8, prefill_chunk=16),
+        Scheduler(allocator, max_running=8, prefill_chunk=16, clock=clock),
         FakeRunner(allocator, clock, random.Random(0), recurrent=False),
         EngineStats(BLOCK, 1, 60),
         vocab_size=VOCAB,
         lookahead=request.param,
-        clock=clock,
     )
     gc.disable()
     for start in (0, 10):

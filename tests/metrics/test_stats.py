@@ -76,12 +76,11 @@ def token_times(prompts: list[list[int]], max_tokens: int) -> tuple[EngineStats,
     """The statistics after all prompts, and when each request got its tokens, in seconds."""
     clock, allocator = FakeClock(), BlockAllocator(60, SIZE)
     engine = EngineCore(
-        Scheduler(allocator, max_running=8, prefill_chunk=8),
+        Scheduler(allocator, max_running=8, prefill_chunk=8, clock=clock),
         FakeRunner(allocator, clock, random.Random(0), recurrent=False),
         EngineStats(SIZE, 1, 60),
         vocab_size=VOCAB,
         lookahead=False,
-        clock=clock,
     )
     times = {engine.add_request(p, max_tokens=max_tokens, ignore_eos=True): [] for p in prompts}
     while engine.has_work:

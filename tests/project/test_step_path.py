@@ -8,7 +8,7 @@ from scripts.step_path import decode_step, main
 def test_a_decode_step_visits_few_files():
     path = decode_step()
     assert len(path.files) <= 30
-    assert path.moves.total() <= 140
+    assert path.moves.total() <= 136
 
 
 def test_the_script_prints_its_counts_and_its_moves(capsys):

@@ -55,11 +55,11 @@ def make_engine(
     few_sizes: bool = False,
 ) -> tuple[EngineCore, FakeClock]:
     clock = FakeClock()
-    options = {"max_stall": max_stall, "few_sizes": few_sizes}
+    options = {"max_stall": max_stall, "few_sizes": few_sizes, "clock": clock}
     scheduler = Scheduler(BlockAllocator(8000, 16), 16, prefill_chunk, **options)
     stats = EngineStats(16, 1, 8000)
     machine = FakeMachine(clock)
-    return EngineCore(scheduler, machine, stats, lookahead=lookahead, clock=clock), clock
+    return EngineCore(scheduler, machine, stats, lookahead=lookahead), clock
 
 
 def run_streams_and_a_long_prompt(
@@ -203,3 +203,17 @@ def test_with_chunks_below_the_minimum_prompts_are_admitted():
     for _ in range(80):
         engine.step()
     assert not engine.has_work
+
+
+def test_the_times_of_a_completion_are_of_the_engines_clock():
+    """Seventeen requests where sixteen run: the last one starts when the others have ended."""
+    engine, clock = make_engine(None)
+    ids = [engine.add_request([1, 2, 3], max_tokens=5) for _ in range(17)]
+    done, ended = {}, {}
+    while engine.has_work:
+        for output in engine.step():
+            if output.completion is not None:
+                done[output.request_id], ended[output.request_id] = output.completion, clock.now
+    first, last = done[ids[0]], done[ids[16]]
+    assert first.queue_s == 0 and last.queue_s == pytest.approx(ended[ids[0]])
+    assert 0 < last.queue_s < last.ttft_s < last.seconds

@@ -7,19 +7,25 @@ import pytest
 from jsonschema import validate
 from mlx_lm.tool_parsers import json_tools
 
-from tests.server.test_structured_server import SCHEMA, TEMPLATE, tool_format
-from tests.support.commands.server_harness import MODEL, TIMEOUT, demo, exchange, live, post, solo
+from tests.support.commands.server_harness import (
+    MODEL,
+    SCHEMA,
+    TEMPLATE,
+    TIMEOUT,
+    demo,
+    exchange,
+    live,
+    post,
+    solo,
+    tool_format,
+)
 
+pytest_plugins = ["tests.support.commands.server_fixtures"]
+FLAGS = "--chat-template", TEMPLATE
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 USER = [{"role": "user", "content": "def f"}]
 PROMPT = "user: def f\n"
 CLAUDE_TOOLS = [{"name": name, "description": "d", "input_schema": SCHEMA} for name in ("f", "g")]
-
-
-@pytest.fixture(scope="module")
-def server():
-    with live("--chat-template", TEMPLATE) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

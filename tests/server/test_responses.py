@@ -11,9 +11,10 @@ from openai import APIError
 from pydantic import BaseModel
 
 from mlx_paged.server.choices import CompletionChoice
-from tests.server.test_structured_server import SCHEMA, TEMPLATE, tool_format
 from tests.support.commands.server_harness import (
     MODEL,
+    SCHEMA,
+    TEMPLATE,
     client,
     demo,
     exchange,
@@ -21,17 +22,14 @@ from tests.support.commands.server_harness import (
     only_model,
     post,
     solo,
+    tool_format,
 )
 
+pytest_plugins = ["tests.support.commands.server_fixtures"]
+FLAGS = "--chat-template", TEMPLATE
 TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("f", "g")]
 PROMPT = "user: def f\n"
 COMMENTS = TextStateMachine({"normal": [("# ", "reasoning")], "reasoning": [("\n", "normal")]})
-
-
-@pytest.fixture(scope="module")
-def server():
-    with live("--chat-template", TEMPLATE) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,11 @@
 """Log-probabilities of prompts over HTTP, as lm-evaluation-harness and vLLM's clients ask."""
 
+import json
 from itertools import accumulate
 
 import pytest
 
-from tests.support.commands.server_harness import CODE, MODEL, demo, post, solo
+from tests.support.commands.server_harness import CODE, MODEL, demo, exchange, post, solo
 from tests.support.engine.mlx_lm_scores import (
     CONTEXTS,
     ENDS,
@@ -17,13 +18,21 @@ pytest_plugins = ["tests.support.commands.server_fixtures"]
 PROMPT = CODE * 3 + "    return 0\n"
 
 
+def streamed(server, body):
+    """The choice of each packet that has log-probabilities."""
+    _, _, content = exchange(server, "POST", "/v1/completions", json.dumps(body | {"stream": True}))
+    lines = [line.removeprefix("data: ") for line in content.decode().splitlines()]
+    packets = [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
+    return [packet for packet in packets if packet["logprobs"]]
+
+
 def assert_scored(choice, prompt, top):
     """The choice has mlx-lm's log-probabilities of the prompt's tokens, in OpenAI's form."""
     tokens = demo()[1].encode(prompt)
     found, count = choice["logprobs"], len(tokens)
     assert "".join(found["tokens"][:count]) == prompt
-    lengths = [len(token) for token in found["tokens"]]
-    assert found["text_offset"] == list(accumulate(lengths[:-1], initial=0))
+    lengths = [len(token) for token in found["tokens"][:count]]
+    assert found["text_offset"][:count] == list(accumulate(lengths[:-1], initial=0))
     assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
     assert found["token_logprobs"][1:count] == pytest.approx(
         scores_of(demo()[0], tokens)[0], abs=1e-4
@@ -54,6 +63,30 @@ def test_a_client_gets_the_prompt_and_the_completion(openai_client):
         assert_scored(choice.to_dict(), prompt, 3)
         assert choice.logprobs.token_logprobs[-5:] == pytest.approx(logprobs, abs=1e-4)
         assert len(choice.logprobs.tokens) == len(demo()[1].encode(prompt)) + len(tokens)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["def é中😀  x = 'ü'\n", "😀中", "  é  é", [220, 127, 102, 160]], ids=repr
+)
+def test_offsets_are_those_of_the_answers_text(server, prompt):
+    """Also where several tokens are one character, where a space is held back, and at the end."""
+    body = {"guided_choice": ["é中😀  y ü"], "max_tokens": 40, "logprobs": 0, "prompt": prompt}
+    _, _, answer = post(server, body | {"echo": True})
+    (choice,) = answer["choices"]
+    text, found = choice["text"], choice["logprobs"]
+    starts = found["text_offset"]
+    assert starts[0] == 0 and starts == sorted(starts) and starts[-1] == len(text)
+    whole = "".join(text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True))
+    assert whole == text and text.endswith("é中😀  y ü")
+    parts = 0  # of characters
+    for token, start in zip(found["tokens"][:-1], starts, strict=False):
+        parts += token == "\ufffd"
+        assert token == "\ufffd" or text.startswith(token, start)
+    assert parts > sum(map(text.count, "é中😀ü")) > 0
+    packets = streamed(server, body)
+    offsets = [at for packet in packets for at in packet["logprobs"]["text_offset"]]
+    first = len(prompt if isinstance(prompt, str) else demo()[1].decode(prompt))
+    assert [first + at for at in offsets] == starts[-len(offsets) :]
 
 
 def test_lm_evaluation_harness_gets_mlx_lms_log_likelihoods(server):

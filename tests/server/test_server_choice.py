@@ -37,7 +37,7 @@ def read(text, width, state="normal", reason=FinishReason.STOP, **options):
     )
     model = SimpleNamespace(tokenizer=tokenizer, machines={True: MACHINE})
     fields = {"messages": [], "tools": [{}], "stream": True, "stop": [], "min_tokens": 0}
-    fields |= {"logprobs": False} | options
+    fields |= {"logprobs": False, "max_tokens": 9} | options
     choice = CompletionChoice(0, model, fields, Prompt([1], "", state))
     whole = Delta()
     pieces = [text[i : i + width] for i in range(0, len(text), width)]

@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-from contextlib import contextmanager
 from typing import Literal
 
 import pytest
@@ -12,65 +11,25 @@ from mlx_lm.tool_parsers import json_tools, pythonic
 from pydantic import BaseModel
 
 from mlx_paged.sampling.grammar import Grammars
-from mlx_paged.server.models import _machine
 from tests.support.commands.server_harness import (
     CODE,
     MODEL,
+    SCHEMA,
+    TEMPLATE,
     TIMEOUT,
     client,
     demo,
-    live,
-    only_model,
     post,
     solo,
+    tool_format,
 )
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "color": {"enum": ["red", "green"]},
-        "count": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "color", "count"],
-    "additionalProperties": False,
-}
+pytest_plugins = ["tests.support.commands.server_fixtures"]
+FLAGS = "--chat-template", TEMPLATE
 CHAT = {"messages": [{"role": "user", "content": "def f"}], "max_tokens": 80}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
 ]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
-    "{{ '\n' }}{% endfor %}"
-)
-
-
-@pytest.fixture(scope="module")
-def server():
-    with live("--chat-template", TEMPLATE) as running:
-        yield running
-
-
-@contextmanager
-def tool_format(server, module, problem=None):
-    """The demo model's tokenizer with the tool format of a module of mlx-lm."""
-    model = only_model(server)
-    tokenizer, before = model.tokenizer, model.machines
-    vars(tokenizer).update(
-        _tool_parser=module.parse_tool_call,
-        _tool_call_start=module.tool_call_start,
-        _tool_call_end=module.tool_call_end,
-    )
-    model.machines = {tools: _machine(tokenizer, tools) for tools in (False, True)}
-    abilities = model.abilities
-    model.abilities = abilities._replace(tools_problem=problem)
-    try:
-        yield
-    finally:
-        model.abilities = abilities
-        vars(tokenizer).update(_tool_parser=None, _tool_call_start=None, _tool_call_end=None)
-        model.machines = before
 
 
 def content(server, **fields):

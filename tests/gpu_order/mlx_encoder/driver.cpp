@@ -9,6 +9,7 @@
 //   end                            of the command encoder
 //   finish                         wait for the end of all this
 //   finish_elsewhere               on another thread
+//   two_ends                       of which a command buffer of the first fails before the second
 //   fail                           a command buffer fails before the next "finish" ends
 //   commit                         the command buffer
 #include <iostream>
@@ -72,17 +73,29 @@ void read(std::istream& in) {
   encoder.dispatch_threads({1, 1, 1}, {1, 1, 1});
 }
 
+void tell(const std::function<void()>& wait) {
+  try {
+    wait();
+  } catch (const std::runtime_error&) {
+    std::cout << "raised\n";
+  }
+}
+
 void finish(bool on_another_thread) {
   const auto wait = end_of_work(kStream);
   std::cout << "launched\n";
-  const auto tell = [&wait] {
-    try {
-      wait();
-    } catch (const std::runtime_error&) {
-      std::cout << "raised\n";
-    }
-  };
-  on_another_thread ? std::thread(tell).join() : tell();
+  on_another_thread ? std::thread(tell, wait).join() : tell(wait);
+}
+
+void two_ends() {
+  auto& encoder = mx::metal::get_command_encoder(kStream);
+  encoder.fails = true;
+  const auto first = end_of_work(kStream);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // its handler has run
+  encoder.fails = false;
+  const auto second = end_of_work(kStream);
+  tell(first);
+  tell(second);
 }
 
 void run(std::istream& in) {
@@ -106,6 +119,8 @@ void run(std::istream& in) {
       read(in);
     } else if (word == "finish" || word == "finish_elsewhere") {
       finish(word == "finish_elsewhere");
+    } else if (word == "two_ends") {
+      two_ends();
     } else if (word == "fail") {
       mx::metal::get_command_encoder(kStream).fails = true;
     } else if (word == "commit") {

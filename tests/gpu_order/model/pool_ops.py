@@ -111,8 +111,10 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         record("CopyBlocks", copied, (k_cache, v_cache), lambda: _copied(k_cache, pairs))
         return copied
 
-    def gather_blocks(cache: mx.array, tables: mx.array, num_tokens: int) -> mx.array:
-        out = gather(cache, tables, num_tokens)
+    def gather_blocks(
+        cache: mx.array, tables: mx.array, num_tokens: int, runs: mx.array | None = None
+    ) -> mx.array:
+        out = gather(cache, tables, num_tokens, runs)
         columns = -(-num_tokens // cache.shape[2])
         record("PoolRead", out, (cache,), lambda: (_inside(cache, tables, columns), set()))
         return out

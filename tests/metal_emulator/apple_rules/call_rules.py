@@ -1,5 +1,6 @@
 """What functions are called, and with what: rules that need overloads and templates resolved."""
 
+import re
 from collections.abc import Iterator
 
 from .source import MetalSource
@@ -17,6 +18,7 @@ from .syntax_tree import (
 
 Found = Iterator[tuple[str, str]]
 
+_ADDRESS_SPACE = re.compile(r"__(?:constant|global|local|private)")
 _DELTA_SHUFFLES = ("simd_shuffle", "quad_shuffle")
 
 
@@ -64,11 +66,25 @@ def shuffle_deltas(source: MetalSource) -> Found:
             yield source.tree.place(call), f"{name} by what may be negative: expected a ushort"
 
 
+def choices_of_two_address_spaces(source: MetalSource) -> Found:
+    """Both arms of ``?:`` are variables, but their references cannot have one type."""
+    for choice in _nodes(source, "ConditionalOperator"):
+        arms = [without_implicit(arm) for arm in children(choice)[1:]]
+        spaces = [_ADDRESS_SPACE.findall(type_of(arm)) for arm in arms]
+        if all(arm.get("valueCategory") == "lvalue" for arm in arms) and spaces[0] != spaces[1]:
+            types = " and ".join(type_of(arm) for arm in arms)
+            yield source.tree.place(choice), f"?: of two address spaces, {types}"
+
+
 def _calls(source: MetalSource) -> Iterator[Node]:
+    return _nodes(source, "CallExpr")
+
+
+def _nodes(source: MetalSource, kind: str) -> Iterator[Node]:
     for function in source.tree.functions.values():
         statements = body(function)
         assert statements is not None
-        yield from (node for node in walk(statements) if node["kind"] == "CallExpr")
+        yield from (node for node in walk(statements) if node["kind"] == kind)
 
 
 def _may_be_negative(expression: Node) -> bool:

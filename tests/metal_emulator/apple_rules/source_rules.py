@@ -32,6 +32,7 @@ SOURCE_RULES: dict[str, Rule] = {
     "recursion": call_rules.recursion,
     "fast-precise": call_rules.fast_and_precise,
     "shuffle-delta": call_rules.shuffle_deltas,
+    "address-spaces": call_rules.choices_of_two_address_spaces,
     "absent-argument": absent_arguments,
 }
 

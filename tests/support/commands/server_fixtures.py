@@ -6,8 +6,9 @@ from tests.support.commands.server_harness import client, live
 
 
 @pytest.fixture(scope="module")
-def server():
-    with live("--max-queue", "256") as running:
+def server(request):
+    """It has the flags that the module names as FLAGS."""
+    with live(*getattr(request.module, "FLAGS", ("--max-queue", "256"))) as running:
         yield running
 
 

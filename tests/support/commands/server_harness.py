@@ -13,10 +13,27 @@ from openai import OpenAI
 from mlx_paged.cli import load_model
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
+from mlx_paged.server.models import _machine
 from tests.support import TIMEOUT
 
 MODEL = "default_model"
 CODE = "def main():\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "color": {"enum": ["red", "green"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "color", "count"],
+    "additionalProperties": False,
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
+)
+"""Of chats; each message is a line."""
 
 
 @lru_cache
@@ -54,6 +71,27 @@ def live(*flags):
 def only_model(server):
     (model,) = server.models.loaded.values()
     return model
+
+
+@contextmanager
+def tool_format(server, module, problem=None):
+    """The demo model's tokenizer with the tool format of a module of mlx-lm."""
+    model = only_model(server)
+    tokenizer, before = model.tokenizer, model.machines
+    vars(tokenizer).update(
+        _tool_parser=module.parse_tool_call,
+        _tool_call_start=module.tool_call_start,
+        _tool_call_end=module.tool_call_end,
+    )
+    model.machines = {tools: _machine(tokenizer, tools) for tools in (False, True)}
+    abilities = model.abilities
+    model.abilities = abilities._replace(tools_problem=problem)
+    try:
+        yield
+    finally:
+        model.abilities = abilities
+        vars(tokenizer).update(_tool_parser=None, _tool_call_start=None, _tool_call_end=None)
+        model.machines = before
 
 
 def client(server, key="none"):

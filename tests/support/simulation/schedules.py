@@ -70,6 +70,7 @@ def fake_simulation(
         setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
     )
     drafter = drafter_for(setting, FakeSolo(), f"{seed}:{index}")
+    clock = FakeClock()
     scheduler = Scheduler(
         allocator,
         setting.max_running,
@@ -83,8 +84,8 @@ def fake_simulation(
         max_snapshots=setting.most_snapshots,
         drafter=drafter,
         open_tier=None if open_tier is None else lambda predict: open_tier(allocator),
+        clock=clock,
     )
-    clock = FakeClock()
     inner = runner_type(allocator, clock, random.Random(index), setting.recurrent)
     runner = FaultyRunner(inner, rng, setting.fault_rate)
     if drafter is not None:
@@ -98,7 +99,6 @@ def fake_simulation(
         vocab_size=VOCAB,
         seed=index,
         lookahead=setting.lookahead,
-        clock=clock,
     )
     turn_rng = random.Random(f"{seed}:{index}:turns")
     return Simulation(setting, engine, runner, FakeSolo(), rng, TurnWatch(turn_rng))

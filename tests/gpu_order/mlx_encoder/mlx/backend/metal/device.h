@@ -122,17 +122,19 @@ class CommandEncoder {
     }
   }
 
-  // Opens an encoder, which is when MLX throws the error of an earlier command buffer.
+  // Opens an encoder, which is when MLX throws the error of an earlier command buffer, once.
   void barrier() {
-    if (has_error_) {
+    if (has_error_.exchange(false)) {
       throw std::runtime_error("[METAL] Command buffer execution failed");
     }
+    is_open_ = true;
     std::cout << "opened\n";
   }
   bool fails = false;
 
-  // Prints the numbers of the earlier encoders that this one waits for.
-  void end_encoding() {
+  // Prints the numbers of the earlier encoders that this one waits for: all of them if it is open
+  // and `wait_in_flight`.
+  void end_encoding(bool wait_in_flight = false) {
     for (const array& t : temporaries_) {
       all_inputs_.erase(t.buffer().ptr());
       all_outputs_.erase(t.buffer().ptr());
@@ -143,6 +145,10 @@ class CommandEncoder {
         waiting_on.insert(it->second);
       }
     }
+    for (int fence = 0; is_open_ && wait_in_flight && fence < fence_; ++fence) {
+      waiting_on.insert(fence);
+    }
+    is_open_ = false;
     for (const void* out : all_outputs_) {
       prev_ce_outputs_[out] = fence_;
     }
@@ -193,7 +199,7 @@ class CommandEncoder {
   Buffers prev_inputs_, prev_outputs_, next_inputs_, next_outputs_, all_inputs_, all_outputs_;
   size_t buffer_sizes_ = 0;
   Buffers concurrent_outputs_;
-  bool needs_barrier_ = false, is_concurrent_ = false;
+  bool needs_barrier_ = false, is_concurrent_ = false, is_open_ = false;
   int fence_ = 0;
 };
 
