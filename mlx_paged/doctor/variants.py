@@ -126,9 +126,9 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
         poisoned = mx.array(np.where(used, numbers, np.float32(np.nan)))
         return poisoned.astype(shape.dtype).transpose(1, 0, 2, 3)  # a pool's order in memory
 
-    k, shortest = cache(shape.head_dim, -1, FAINT[0]), int(contexts.argmin())
+    k, longest = cache(shape.head_dim, -1, FAINT[0]), int(contexts.argmax())
     v = k[..., : shape.v_head_dim]
-    v = v if shape.latent else cache(shape.v_head_dim, shortest, FAINT[1])
+    v = v if shape.latent else cache(shape.v_head_dim, longest, FAINT[1])
     sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
     queries = normal(rng, *sizes[:3], shape.head_dim)
     queries[-1] /= 1 if shape.kv_bits is None else FAINT[0][0]  # scores as those of others

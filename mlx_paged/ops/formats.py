@@ -63,9 +63,8 @@ def checked_bits(where: str, kv_bits: KVBits) -> int | None:
     name = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else ""
     if name in ("8,8", *map(str, FORMATS)):
         return int(name[0])
-    instead = " (6 has fewer bytes than 8,4 and a smaller error)" if name == "8,4" else ""
     raise ValueError(
-        f"[{where}] kv_bits is {shown(kv_bits)}: expected 8, 6 or 4{instead}. Other numbers of bits"
+        f"[{where}] kv_bits is {shown(kv_bits)}: expected 8, 6 or 4. Other numbers of bits"
         " change the output more than these: docs/kv-quantization.md"
     )
 
