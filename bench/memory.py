@@ -330,7 +330,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--max-tokens", type=AT_LEAST_TWO, default=64, help="of each sequence")
     sizes = KV_BLOCK_SIZES
     add("--block-size", type=int, choices=sizes, default=16, help="tokens in a KV block")
-    add("--kv-bits", metavar="8|8,4", help="of mlx_paged; mlx-lm's quantized caches stand beside")
+    add("--kv-bits", metavar="8|6|4", help="of mlx_paged; mlx-lm's quantized caches stand beside")
     rounds = "time the samples and forks too, in so many rounds (default: nothing is timed)"
     add("--rounds", type=COUNT_OR_NONE, default=0, help=rounds)
     add_model(parser)

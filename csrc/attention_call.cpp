@@ -48,7 +48,7 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
 
 std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_cache,
                                         const mx::array& block_tables, bool return_attn) {
-  std::vector<mx::Shape> shapes = {{q.shape(0), q.shape(1), q.shape(2), value_dim(v_cache)}};
+  std::vector<mx::Shape> shapes = {{q.shape(0), q.shape(1), q.shape(2), dim_of(v_cache)}};
   if (return_attn) {
     shapes.push_back(
         {q.shape(0), q.shape(1), q.shape(2), block_tables.shape(1) * v_cache.shape(2)});

@@ -72,7 +72,9 @@ void copy_row(std::byte* to, const std::byte* from, const View& rows) {
 using QuantizeRow = void(const float* x, int width, std::byte* to, std::byte* scales);
 
 QuantizeRow* quantize_row(const mx::array& cache) {
-  return is_packed(cache) ? cpu::quantize_int4 : cpu::quantize_int8;
+  return is_pairs(cache)   ? cpu::quantize_int4
+         : is_sixes(cache) ? cpu::quantize_symmetric<31>
+                           : cpu::quantize_symmetric<127>;
 }
 
 void load_row(const std::byte* from, const View& rows, std::vector<float>& x) {

@@ -5,7 +5,8 @@
 // Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
 // D_v value head dimension, N blocks in the pool, S tokens per block, M columns of a block table,
 // T rows to write, P block pairs to copy. On a GPU all strides of a pool but the last, which is 1,
-// and its offset in its memory must be multiples of 4 elements. No op copies a pool.
+// and its offset in its memory must be multiples of 4 elements, unless these have 6 bits. No op
+// copies a pool.
 #pragma once
 
 #include <array>
@@ -29,17 +30,23 @@ using Arrays = std::vector<mx::array>;
 using OptionalArray = std::optional<mx::array>;
 using ArrayPair = std::pair<mx::array, mx::array>;
 
-// Whether values of 4 bits are stored in pairs, the first in the low half of a byte.
-inline bool is_packed(const mx::array& cache) { return cache.dtype() == mx::uint8; }
+// Whether elements have 4 bits and lie in pairs, have 6 bits, or have scales at all.
+inline bool is_pairs(const mx::array& cache) { return cache.dtype() == mx::uint8; }
+inline bool is_sixes(const mx::array& cache) { return cache.dtype() == mx::uint16; }
+inline bool is_quantized(const mx::array& cache) {
+  return is_pairs(cache) || is_sixes(cache) || cache.dtype() == mx::int8;
+}
 
-// D_v of a cache of values.
-inline int value_dim(const mx::array& v_cache) {
-  return v_cache.shape(3) * (is_packed(v_cache) ? 2 : 1);
+// D or D_v of a cache.
+inline int dim_of(const mx::array& cache) {
+  return is_pairs(cache)   ? 2 * cache.shape(3)
+         : is_sixes(cache) ? cache.shape(3) / 3 * 8
+                           : cache.shape(3);
 }
 
 // C, columns of a quantized cache's scales: one scale, or a scale and a minimum for each group.
 inline int scale_columns(const mx::array& cache) {
-  return is_packed(cache) ? 2 * ((value_dim(cache) + kValueGroup - 1) / kValueGroup) : 1;
+  return is_pairs(cache) ? 2 * ((dim_of(cache) + kValueGroup - 1) / kValueGroup) : 1;
 }
 
 // The arrays of paged_attention. With cu_seqlens, sequences have different numbers of tokens: the

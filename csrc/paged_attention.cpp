@@ -68,7 +68,7 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions
   args.num_kv_heads = in.k_cache.shape(0);
   args.num_blocks = in.k_cache.shape(1);
   args.block_size = in.k_cache.shape(2);
-  args.value_dim = value_dim(in.v_cache);
+  args.value_dim = dim_of(in.v_cache);
   args.max_blocks = in.block_tables.shape(1);
   args.scale = options.scale;
   args.softcap = options.softcap.value_or(0);

@@ -38,9 +38,18 @@ void check_int32(const char* op, const char* name, const mx::array& a) {
 void check_formats(const char* op, const mx::array& k_cache, const mx::array& v_cache,
                    bool is_quantized) {
   if (is_quantized) {
-    check_dtype(op, "k_cache", k_cache, k_cache.dtype() == mx::int8, ": with scales expected int8");
-    check_dtype(op, "v_cache", v_cache, v_cache.dtype() == mx::int8 || is_packed(v_cache),
-                ": with scales expected int8, or uint8 for pairs of 4 bits");
+    const bool has_sixes = is_sixes(k_cache);
+    check_dtype(op, "k_cache", k_cache, has_sixes || k_cache.dtype() == mx::int8,
+                ": with scales expected int8, or uint16 for 6 bits");
+    check_dtype(op, "v_cache", v_cache,
+                v_cache.dtype() == k_cache.dtype() || (has_sixes && is_pairs(v_cache)),
+                " but k_cache has ", k_cache.dtype(),
+                ": with scales expected the same, or beside keys of 6 bits uint8 for pairs of 4");
+    for (const mx::array* cache : {&k_cache, &v_cache}) {
+      require(!is_sixes(*cache) || cache->shape(3) % 3 == 0, op,
+              cache == &k_cache ? "k_cache" : "v_cache", " has shape ", cache->shape(),
+              ": expected 3 words for each 8 elements of 6 bits");
+    }
     return;
   }
   check_dtype(op, "k_cache", k_cache, is_pool_dtype(k_cache.dtype()),
@@ -265,7 +274,7 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options,
   check_floating(op, "q", in.q);
   const bool is_quantized = in.k_scales.has_value();
   check_pool(op, in.k_cache, in.v_cache, in.k_scales, in.v_scales, is_quantized, false);
-  require(in.q.shape(3) == in.k_cache.shape(3), op, "q has shape ", in.q.shape(),
+  require(in.q.shape(3) == dim_of(in.k_cache), op, "q has shape ", in.q.shape(),
           " but k_cache has ", in.k_cache.shape(), ": expected equal head dimensions");
   check_tables_shape(op, in);
   check_heads(op, in);
@@ -303,7 +312,7 @@ Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_c
                     const mx::array& v_cache, const mx::array& slot_mapping,
                     const OptionalArray& k_scales, const OptionalArray& v_scales) {
   const char* op = "write_kv";
-  const bool is_stored = !k_scales && k.dtype() == mx::int8;  // rows as the pool has them
+  const bool is_stored = !k_scales && is_quantized(k);  // rows as the pool has them
   check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
   const bool is_of_model = k.ndim() == 4 && (k.shape(0) == 1 || k.shape(2) == 1);
   if (!is_of_model) {
@@ -318,8 +327,9 @@ Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_c
     return is_of_model ? mx::Shape{k.shape(0), heads, k.shape(2), width}
                        : mx::Shape{tokens, heads, width};
   };
-  check_shape(op, "k", k, shape(k_cache.shape(3)), "the heads and width of k_cache");
-  check_shape(op, "v", v, shape(is_stored ? v_cache.shape(3) : value_dim(v_cache)),
+  check_shape(op, "k", k, shape(is_stored ? k_cache.shape(3) : dim_of(k_cache)),
+              "the heads and width of k_cache");
+  check_shape(op, "v", v, shape(is_stored ? v_cache.shape(3) : dim_of(v_cache)),
               "the tokens of k, the heads and width of v_cache");
   for (const auto& [name, rows, cache] : {std::tuple{"k", &k, &k_cache}, {"v", &v, &v_cache}}) {
     if (k_scales) {
@@ -341,7 +351,7 @@ Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_c
 void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs) {
   const char* op = "copy_blocks";
   check_pool(op, k_cache, v_cache, true);
-  check_formats(op, k_cache, v_cache, k_cache.dtype() == mx::int8);
+  check_formats(op, k_cache, v_cache, is_quantized(k_cache));
   check_int32(op, "block_pairs", block_pairs);
   require(block_pairs.ndim() == 2 && block_pairs.shape(1) == 2, op, "block_pairs has shape ",
           block_pairs.shape(), ": expected (num_pairs, 2), each (source, destination)");

@@ -52,17 +52,18 @@ inline void find_keys(uint own_offset, uint stride, int first, thread uint (&off
 // This lane's vectors of one row of the pool.
 template <int DIM, int STRIDE, typename T, int COUNT>
 inline void load_row(const device T* head, uint offset, int lane,
-                     thread vec<T, VECTOR> (&row)[COUNT]) {
+                     thread typename Held<T>::type (&row)[COUNT]) {
   constexpr bool IS_EVEN = DIM == VECTOR * STRIDE * COUNT;
-  constexpr int STORED = is_pair<T>() ? VECTOR / 2 : VECTOR;
   UNROLL
   for (int c = 0; c < COUNT; c++) {
     const int vector = own_vector<STRIDE, COUNT>(lane, c);
     // The address of a pair is the first one's: only so a compiler makes one load of them.
-    const uint next = COUNT % 2 == 0 ? c % 2 : 0;
-    row[c] = vec<T, VECTOR>(T(0.0f));
+    const uint next = COUNT % 2 == 0 ? c % 2 : is_six<T>() ? vector % 2 : 0;
+    const uint first = uint(vector) - next;
+    const uint place = offset + (is_six<T>() ? first / 2 * 3 : first);
+    row[c] = typename Held<T>::type(T(0.0f));
     if (IS_EVEN || vector < DIM / VECTOR) {
-      row[c] = read_pool(head + long(offset + uint(vector) - next) * STORED, next);
+      row[c] = read_pool(head + long(place) * unit_of_place<T>(), next);
     }
   }
 }
@@ -97,7 +98,7 @@ template <int D, int SHARE, int VECTORS, typename T, typename Q, int ROWS>
 inline void multiply_keys(const device T* head, uint own_offset, uint stride, int count, int lane,
                           const threadgroup vec<Q, VECTOR>* queries,
                           thread float (&products)[ROWS]) {
-  constexpr int MOST = key_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS);
+  constexpr int MOST = key_steps(VECTORS * int(sizeof(typename Held<T>::type)), ROWS);
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   constexpr int AT_ONCE = ROWS > 1 && STEPS > 2 ? 2 : STEPS;
   constexpr int ROUNDS = STEPS / AT_ONCE;
@@ -106,7 +107,7 @@ inline void multiply_keys(const device T* head, uint own_offset, uint stride, in
   for (int step = 0; step < min(SHARE, count); step += STEPS) {
     uint offsets[STEPS];
     find_keys<1>(own_offset, stride, lane - place + step, offsets);
-    vec<T, VECTOR> keys[STEPS][VECTORS];
+    typename Held<T>::type keys[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {
       load_row<D, SHARE>(head, offsets[i], place, keys[i]);
@@ -125,7 +126,7 @@ inline void multiply_keys(const device T* head, uint own_offset, uint stride, in
           const float4 query = float4(queries[vector]);
           UNROLL
           for (int j = 0; j < AT_ONCE; j++) {
-            own_sums[j] += dot(query, float4(keys[j * ROUNDS + i][c]));
+            own_sums[j] += dot(query, float4(Held<T>::elements(keys[j * ROUNDS + i][c])));
           }
         }
         exchange_all(own_sums, place, ROUNDS);
@@ -152,7 +153,7 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
                        thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int GROUPS = scale_groups(DV, is_pair<T>());
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
-  constexpr int MOST = value_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS, SHARE);
+  constexpr int MOST = value_steps(VECTORS * int(sizeof(typename Held<T>::type)), ROWS, SHARE);
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
@@ -160,7 +161,7 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
   for (int first = team; first - team < count; first += STEPS * TEAMS) {
     uint offsets[STEPS];
     find_keys<TEAMS>(own_offset, stride, first, offsets);
-    vec<T, VECTOR> values[STEPS][VECTORS];
+    typename Held<T>::type values[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {
       load_row<DV, SHARE>(head, offsets[i], place, values[i]);
@@ -170,7 +171,7 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
       const float4 weight = weights[first + i * TEAMS];
       UNROLL
       for (int c = 0; c < VECTORS; c++) {
-        float4 value = float4(values[i][c]);
+        float4 value = float4(Held<T>::elements(values[i][c]));
         if (is_pair<T>()) {
           const int vector = own_vector<SHARE, VECTORS>(place, c);
           const int group = min(vector / (GROUP / VECTOR), GROUPS - 1);

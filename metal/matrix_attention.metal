@@ -92,7 +92,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   threadgroup float factors[ROWS];
   threadgroup uint k_places[2 * KEYS];  // of these keys and the next
   threadgroup uint v_places[2 * KEYS];
-  constexpr bool IS_QUANTIZED = metal::is_same_v<K, char>;
+  constexpr bool IS_QUANTIZED = metal::is_same_v<K, char> || is_six<K>();
   constexpr int GROUPS = scale_groups(DV, is_pair<V>());
   threadgroup int numbers[2 * KEYS];  // their slots
   threadgroup float of_keys[IS_QUANTIZED ? KEYS : 1];  // scales
@@ -172,7 +172,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     marks[i] = 0;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  vec<K, VECTOR> keys_ahead[own_vectors(KEYS, D)];
+  typename Held<K>::type keys_ahead[own_vectors(KEYS, D)];
   load_rows<D, KEYS>(k_head, k_places, thread_index, keys_ahead);
   simdgroup_matrix<T, 8, 8> queries[KEEPS ? OWN_ROWS * OWN_DIMS : OWN_ROWS];
   if (KEEPS) {
@@ -199,7 +199,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
 
     // 1. Store the keys and all scales.
     vec<T, VECTOR> keys_stored[own_vectors(KEYS, D)];
-    convert_rows<D, KEYS>(keys_ahead, of_values, thread_index, keys_stored);
+    convert_rows<D, KEYS, K>(keys_ahead, of_values, thread_index, keys_stored);
     store_rows<D, KEYS>(keys_stored, thread_index, rows);
     if (VALUES_IN_KEYS && !all_seen) {
       note_spoiled(keys_stored, simdgroup, lane, are_spoiled);
@@ -210,7 +210,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // 2. Compute this simdgroup's scores.
-    vec<V, VECTOR> values_ahead[own_vectors(KEYS, DV)];
+    typename Held<V>::type values_ahead[own_vectors(KEYS, DV)];
     if (!VALUES_IN_KEYS) {
       load_rows<DV, KEYS>(v_head, v_places + half_of_places, thread_index, values_ahead);
     }
@@ -254,7 +254,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     // 3. Store the values, and turn this thread's scores into weights.
     if (!VALUES_IN_KEYS) {
       vec<T, VECTOR> values_stored[own_vectors(KEYS, DV)];
-      convert_rows<DV, KEYS>(values_ahead, of_values, thread_index, values_stored);
+      convert_rows<DV, KEYS, V>(values_ahead, of_values, thread_index, values_stored);
       store_rows<DV, KEYS>(values_stored, thread_index, rows);
       if (!all_seen) {
         note_spoiled(values_stored, simdgroup, lane, are_spoiled);

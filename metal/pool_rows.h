@@ -20,6 +20,46 @@ constexpr bool is_pair() {
   return metal::is_same_v<T, uchar>;
 }
 
+// Whether the pool's words hold elements of 6 bits.
+template <typename T>
+constexpr bool is_six() {
+  return metal::is_same_v<T, ushort>;
+}
+
+// How a lane holds neighbouring elements that it has read, and what they are. Those of fewer than 8
+// bits stay together until they are used: apart they would take more registers.
+template <typename T>
+struct Held {
+  using type = vec<T, VECTOR>;
+  static type elements(type held) { return held; }
+};
+
+template <>
+struct Held<ushort> {
+  using type = uint;  // in the upper 24 bits, the first one lowest
+  static vec<int, VECTOR> elements(uint held) {
+    vec<int, VECTOR> result;
+    UNROLL
+    for (int i = 0; i < VECTOR; i++) {
+      result[i] = int(held << (18 - 6 * i)) >> 26;  // with the sign of the element's upper bit
+    }
+    return result;
+  }
+};
+
+template <>
+struct Held<uchar> {
+  using type = ushort;
+  static vec<int, VECTOR> elements(ushort held) {
+    vec<int, VECTOR> result;
+    UNROLL
+    for (int i = 0; i < VECTOR; i++) {
+      result[i] = int(held) >> (4 * i) & 15;
+    }
+    return result;
+  }
+};
+
 // Groups of columns that have a scale and a minimum each.
 constexpr int scale_groups(int value_dim, bool has_pairs) {
   return has_pairs ? (value_dim + GROUP - 1) / GROUP : 1;
@@ -31,10 +71,16 @@ inline int block_of(int key, int begin, int end, const device int* table,
   return key >= begin && key < end ? table[key / BLOCK_SIZE * int(p.tables_strides[1])] : -1;
 }
 
-// The place of a slot in a head of the pool, in vectors.
+// Stored elements in the unit of a place: a vector, or a word of elements of 6 bits.
+template <typename T>
+constexpr int unit_of_place() {
+  return is_six<T>() ? 1 : is_pair<T>() ? VECTOR / 2 : VECTOR;
+}
+
+// The place of a slot in a head of the pool.
 template <typename T>
 inline uint slot_offset(int block, int slot, long block_stride, long slot_stride) {
-  constexpr int STORED = is_pair<T>() ? VECTOR / 2 : VECTOR;
+  constexpr int STORED = unit_of_place<T>();
   return uint(block) * uint(block_stride / STORED) + uint(slot) * uint(slot_stride / STORED);
 }
 
@@ -56,15 +102,13 @@ inline vec<half, 2> read_scales(const device half* head, int slot, int group, lo
 
 // Neighbouring elements of a key or value. Every one that a kernel computes with is read here.
 template <typename T>
-inline vec<T, VECTOR> read_pool(const device T* head, uint vector) {
-  if (is_pair<T>()) {
-    const uint bits = reinterpret_cast<const device uint16_t*>(head)[vector];
-    vec<T, VECTOR> result;
-    UNROLL
-    for (int i = 0; i < VECTOR; i++) {
-      result[i] = T(bits >> (4 * i) & 15);
-    }
-    return result;
-  }
-  return reinterpret_cast<const device vec<T, VECTOR>*>(head)[vector];
+inline typename Held<T>::type read_pool(const device T* head, uint vector) {
+  return reinterpret_cast<const device typename Held<T>::type*>(head)[vector];
+}
+
+// The same of a row of elements of 6 bits: two vectors are three words.
+inline uint read_pool(const device ushort* row, uint vector) {
+  const device ushort* words = row + vector / 2 * 3 + vector % 2;
+  const uint both = uint(words[0]) | uint(words[1]) << 16;
+  return vector % 2 == 0 ? both << 8 : both;
 }

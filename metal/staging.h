@@ -87,16 +87,18 @@ inline void store_scales(half own_k, thread vec<half, 2> (&own_v)[COUNT], int th
 // Asks for this thread's vectors of some rows of the pool. Those of no place are zeros.
 template <int DIM, int KEYS, typename T, int COUNT>
 inline void load_rows(const device T* head, const threadgroup uint* places, int thread_index,
-                      thread vec<T, VECTOR> (&own)[COUNT]) {
+                      thread typename Held<T>::type (&own)[COUNT]) {
   constexpr int VECTORS = DIM / VECTOR;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
     const int i = step * THREADS + thread_index;
-    own[step] = vec<T, VECTOR>(T(0));
+    own[step] = typename Held<T>::type(T(0));
     if (KEYS * VECTORS % THREADS == 0 || i < KEYS * VECTORS) {
       const uint place = places[i / VECTORS];
       if (place != NOWHERE) {
-        own[step] = read_pool(head, place + uint(i % VECTORS));
+        const uint vector = uint(i % VECTORS);
+        own[step] =
+            is_six<T>() ? read_pool(head + place, vector) : read_pool(head, place + vector);
       }
     }
   }
@@ -104,7 +106,7 @@ inline void load_rows(const device T* head, const threadgroup uint* places, int 
 
 // Converts loaded vectors: bytes as they are, pairs with the scale and the minimum of their group.
 template <int DIM, int KEYS, typename S, typename T, int COUNT>
-inline void convert_rows(thread vec<S, VECTOR> (&own)[COUNT],
+inline void convert_rows(thread typename Held<S>::type (&own)[COUNT],
                          const threadgroup vec<half, 2>* scales, int thread_index,
                          thread vec<T, VECTOR> (&result)[COUNT]) {
   constexpr int VECTORS = DIM / VECTOR;
@@ -113,14 +115,14 @@ inline void convert_rows(thread vec<S, VECTOR> (&own)[COUNT],
     if (!is_pair<S>()) {
       UNROLL
       for (int j = 0; j < VECTOR; j++) {
-        result[step][j] = T(own[step][j]);
+        result[step][j] = T(Held<S>::elements(own[step])[j]);
       }
     } else {
       const int i = step * THREADS + thread_index;
       const int group = i % VECTORS / (GROUP / VECTOR);
       const vec<half, 2> of_row =
           scales[min(i / VECTORS, KEYS - 1) * scale_groups(DIM, true) + group];
-      const float4 values = float4(own[step]) * float(of_row[0]) + float(of_row[1]);
+      const float4 values = float4(Held<S>::elements(own[step])) * float(of_row[0]) + float(of_row[1]);
       UNROLL
       for (int j = 0; j < VECTOR; j++) {
         result[step][j] = T(values[j]);

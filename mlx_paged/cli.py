@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.ops.formats import KVBits, checked_bits
+from mlx_paged.ops.formats import checked_bits
 from mlx_paged.runner.ranks import rank
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
@@ -76,7 +76,7 @@ MILLISECONDS = number(float, 1e-3, 1e9, "a number of milliseconds above 0")
 MILLISECONDS_OR_NONE = number(float, 0, 1e9, "a number of milliseconds >= 0")
 
 
-def _kv_bits(text: str) -> KVBits:
+def _kv_bits(text: str) -> int | None:
     try:
         return checked_bits("generate", text)
     except ValueError as error:
@@ -133,7 +133,7 @@ def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
     return [
         ("--kv-memory", MEMORY, None, "GB", "of the KV pool (default: what the device can spare)"),
         ("--cache-limit", MEMORY, None, "GB", "of freed buffers that MLX keeps (default: a tenth)"),
-        ("--kv-bits", _kv_bits, None, "8|8,4", "bits of stored keys and values (default: all)"),
+        ("--kv-bits", _kv_bits, None, "8|6|4", "bits of stored keys and values (default: all)"),
         *((flag, _only(n), n, "N", f"only {n}") for flag, n in QUANTIZATION.items()),
         ("--max-stall-ms", milliseconds, max_stall_ms or None, "MS", stall),
         ("--policy", ORDERS, ORDERS[0], "", "order in which waiting requests start"),

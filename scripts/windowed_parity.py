@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--windows", nargs="+", type=COUNT, default=WINDOWS, metavar="W", help="tokens seen")
     add("--chunks", nargs="+", type=COUNT, default=CHUNKS, metavar="C", help="prefill chunks")
     add("--block-sizes", nargs="+", type=COUNT, default=BLOCK_SIZES, metavar="B")
-    add("--kv-bits", metavar="8|8,4", help="of the engine, and of K/V in mlx-lm by NumPy")
+    add("--kv-bits", metavar="8|6|4", help="of the engine, and of K/V in mlx-lm by NumPy")
     args = parser.parse_args(argv)
     kv_bits = checked_bits("scripts.windowed_parity", args.kv_bits)
     of_bits = "" if kv_bits is None else f" --kv-bits {kv_bits}"

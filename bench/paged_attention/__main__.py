@@ -34,7 +34,7 @@ from mlx_paged.arguments import missing
 from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.doctor.speed import MemoryReader
 from mlx_paged.kv.memory import physical_memory
-from mlx_paged.ops.formats import KVBits, checked_bits
+from mlx_paged.ops.formats import checked_bits
 
 GEMM_REPEATS = 20
 
@@ -71,7 +71,7 @@ def add_arguments(parser: Parser) -> None:
     add("--contexts", type=COUNT, nargs="+", help="of single tokens")
     sizes = "tokens; chunks are computed in the size nearest to 16"
     add("--block-sizes", type=int, choices=KV_BLOCK_SIZES, nargs="+", help=sizes)
-    bits = "of the pool: none, 8 or 8,4; quantized ones are compared with the same K/V as it was"
+    bits = "of the pool: none, 8, 6 or 4; quantized ones are compared with the same K/V as it was"
     add("--kv-bits", type=_kv_bits, nargs="+", metavar="BITS", help=bits)
     add("--chunk-lengths", type=AT_LEAST_TWO, nargs="+")
     add("--chunk-contexts", type=COUNT, nargs="+", help="contexts at the end of later chunks")
@@ -95,7 +95,7 @@ def add_arguments(parser: Parser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the curves of the first heads")
 
 
-def _kv_bits(text: str) -> KVBits:
+def _kv_bits(text: str) -> int | None:
     try:
         return None if text == "none" else checked_bits("--kv-bits", text)
     except ValueError as error:

@@ -18,7 +18,6 @@ from mlx_paged.attention.sdpa_hook import Query, mlx_attention
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import KVBits
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 BEYOND_CACHE = 128 * 2**20
@@ -66,7 +65,7 @@ class Case:
     batch: int
     context: int
     block_size: int
-    kv_bits: KVBits = None
+    kv_bits: int | None = None
 
     @property
     def shape(self) -> KVShape:

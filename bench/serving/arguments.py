@@ -100,7 +100,7 @@ def _add_engines(parser: Parser) -> None:
     add("--no-static", dest="static", action="store_false", help=static)
     add("--prefill-chunk", type=COUNT, default=512, metavar="TOKENS")
     add("--kv-block-size", type=int, choices=KV_BLOCK_SIZES, default=16, help="of mlx_paged")
-    add("--kv-bits", metavar="8|8,4", help="of mlx_paged")
+    add("--kv-bits", metavar="8|6|4", help="of mlx_paged")
     blocks = "of mlx_paged's pool (default: so many that no request is preempted)"
     add("--num-blocks", type=COUNT, metavar="N", help=blocks)
     add("--max-stall-ms", type=ABOVE_ZERO, metavar="MS", help="of mlx_paged")

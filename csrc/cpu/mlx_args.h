@@ -22,6 +22,8 @@ inline DType dtype_of(const mlx::core::array& a) {
       return DType::kBool;
     case mlx::core::int8:
       return DType::kInt8;
+    case mlx::core::uint16:
+      return DType::kInt6;
     case mlx::core::uint8:
       return DType::kInt4Pair;
     default:

@@ -20,18 +20,32 @@ inline int32_t nearest(float x, float least, float most) {
   return std::bit_cast<int32_t>(limited + 0x1.8p23f) - std::bit_cast<int32_t>(0x1.8p23f);
 }
 
-// scale = float16(max |x| / 127), q = nearest(x / scale). A scale of 0 stores zeros.
-inline void quantize_int8(const float* x, int width, std::byte* to, std::byte* scales) {
+// scale = float16(max |x| / most), q = nearest(x / scale), for a `most` of 127 or 31. A scale of 0
+// stores zeros.
+template <int kMost>
+void quantize_symmetric(const float* x, int width, std::byte* to, std::byte* scales) {
   int32_t highest = 0;  // as bits: their order is that of the numbers, and NaNs come last
   for (int d = 0; d < width; ++d) {
     highest = std::max(highest, std::bit_cast<int32_t>(x[d]) & 0x7fffffff);
   }
-  const auto stored = static_cast<mlx::core::float16_t>(std::bit_cast<float>(highest) / 127);
+  const auto stored = static_cast<mlx::core::float16_t>(std::bit_cast<float>(highest) / kMost);
   std::memcpy(scales, &stored, sizeof stored);
   const float scale = static_cast<float>(stored);
-  auto* q = reinterpret_cast<int8_t*>(to);
-  for (int d = 0; d < width; ++d) {
-    q[d] = static_cast<int8_t>(scale == 0 ? 0 : nearest(x[d] / scale, -127, 127));
+  const auto q = [&](int d) { return scale == 0 ? 0 : nearest(x[d] / scale, -kMost, kMost); };
+  if constexpr (kMost == 127) {
+    for (int d = 0; d < width; ++d) {
+      *to++ = static_cast<std::byte>(q(d));
+    }
+  } else {
+    for (int d = 0; d < width; d += 4) {
+      int32_t bits = 0;
+      for (int i = 0; i < 4; ++i) {
+        bits |= (q(d + i) & 63) << (6 * i);
+      }
+      for (int i = 0; i < 3; ++i) {
+        *to++ = static_cast<std::byte>(bits >> (8 * i));
+      }
+    }
   }
 }
 

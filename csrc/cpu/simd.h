@@ -39,9 +39,13 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// Elements of a quantized cache: one of 8 bits, and two of 4 bits, the first in the low half.
+// The types of a quantized cache: one element of 8 bits, a word of a row of 6-bit elements, and two
+// elements of 4 bits, the first in the low half.
 struct Int8 {
   int8_t bits;
+};
+struct [[gnu::packed]] Int6 {
+  uint16_t bits;
 };
 struct Int4Pair {
   uint8_t bits;
@@ -52,14 +56,20 @@ inline constexpr bool kIsPair = false;
 template <>
 inline constexpr bool kIsPair<Int4Pair> = true;
 
-// The bytes of `count` elements, and where an element is; a pair is found by its first element.
+template <typename T>
+inline constexpr int kBits = kIsPair<T> ? 4 : 8 * static_cast<int>(sizeof(T));  // of an element
+template <>
+inline constexpr int kBits<Int6> = 6;
+
+// The bytes of `count` elements, and where an element is; one of fewer than 8 bits is found by the
+// first element of its pair or its four.
 template <typename T>
 constexpr int32_t bytes_of(int32_t count) {
-  return kIsPair<T> ? (count + 1) / 2 : count * static_cast<int32_t>(sizeof(T));
+  return (count * kBits<T> + 7) / 8;
 }
 template <typename T>
 const T* element(const T* row, int32_t index) {
-  return row + (kIsPair<T> ? index / 2 : index);
+  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(row) + index * kBits<T> / 8);
 }
 
 // Compilers know that x - 0 is x for every x. They would keep the addition in 0 + x.
@@ -176,11 +186,38 @@ inline Floats load(const Int4Pair* from) {
 #endif
 }
 
+// Each element is moved to the top of its lane, and down again with its sign.
+inline Floats load(const Int6* from) {
+  const auto* bytes = reinterpret_cast<const char*>(from);
+#if defined(__AVX512F__)
+  const __m512i words = _mm512_castsi128_si512(_mm_maskz_loadu_epi32(7, bytes));
+  const Ints places = {0x10000, 0x10000, 0x10000, 0x10000, 0x20001, 0x20001, 0x20001, 0x20001,
+                       0x40003, 0x40003, 0x40003, 0x40003, 0x50004, 0x50004, 0x50004, 0x50004};
+  const Ints shifts = {26, 20, 14, 8, 18, 12, 6, 0, 26, 20, 14, 8, 18, 12, 6, 0};
+  const Ints all = __builtin_bit_cast(
+      Ints, _mm512_maskz_permutexvar_epi16(~0u, __builtin_bit_cast(__m512i, places), words));
+#elif defined(__AVX2__)
+  int32_t pieces[2];
+  __builtin_memcpy(&pieces[0], bytes, 4);
+  __builtin_memcpy(&pieces[1], bytes + 2, 4);
+  const __m256i both =
+      _mm256_blend_epi32(_mm256_set1_epi32(pieces[0]), _mm256_set1_epi32(pieces[1]), 0xf0);
+  const Ints shifts = {26, 20, 14, 8, 18, 12, 6, 0};
+  const Ints all = __builtin_bit_cast(Ints, both);
+#else
+  int32_t word = 0;
+  __builtin_memcpy(&word, bytes, 3);
+  const Ints shifts = {26, 20, 14, 8};
+  const Ints all = word - Ints{};
+#endif
+  return __builtin_convertvector((all << shifts) >> 26, Floats);
+}
+
 // The first `count` < kLanes elements, then zeros. Reads only these elements.
 template <typename T>
 Floats load_partial(const T* from, int count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (kBits<T> == 16) {
     const __m256i bits = _mm256_maskz_loadu_epi16((1u << count) - 1, from);
     return load(reinterpret_cast<const T*>(&bits));
   }

@@ -13,17 +13,19 @@ constexpr int kVector = 4;  // neighbouring elements that a lane moves at once
 
 // The element type's name in Metal.
 inline std::string metal_type(const mx::array& a) {
-  static const std::map<mx::Dtype::Val, const char*> names = {{mx::Dtype::Val::float32, "float"},
-                                                              {mx::Dtype::Val::float16, "half"},
-                                                              {mx::Dtype::Val::bfloat16, "bfloat"},
-                                                              {mx::Dtype::Val::int8, "char"},
-                                                              {mx::Dtype::Val::uint8, "uchar"}};
+  static const std::map<mx::Dtype::Val, const char*> names = {
+      {mx::Dtype::Val::float32, "float"},   {mx::Dtype::Val::float16, "half"},
+      {mx::Dtype::Val::bfloat16, "bfloat"}, {mx::Dtype::Val::int8, "char"},
+      {mx::Dtype::Val::uint8, "uchar"},     {mx::Dtype::Val::uint16, "ushort"}};
   return names.at(a.dtype().val());
 }
 
 // A pool's format within the name of a kernel.
 inline std::string pool_format(const AttentionInputs& in) {
-  return in.k_scales ? (is_packed(in.v_cache) ? "k8v4" : "k8v8") : metal_type(in.k_cache);
+  if (!in.k_scales) {
+    return metal_type(in.k_cache);
+  }
+  return !is_sixes(in.k_cache) ? "k8v8" : is_pairs(in.v_cache) ? "k6v4" : "k6v6";
 }
 
 // Whether every row of an array begins at a multiple of kVector elements of its memory.

@@ -23,7 +23,7 @@ int64_t num_rows(const AttentionInputs& in) {
 // Whether V is the first columns of K in memory, so that a loaded key contains its value.
 bool values_in_keys(const AttentionInputs& in) {
   const mx::array &k = in.k_cache, &v = in.v_cache;
-  if (is_packed(v) || v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
+  if (is_quantized(v) || v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
     return false;
   }
   for (int axis = 0; axis < 3; ++axis) {
@@ -36,7 +36,7 @@ bool values_in_keys(const AttentionInputs& in) {
 
 // Outputs are dense, [B, H, L, D_v].
 void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
-  const int64_t num_heads = in.q.shape(1), num_tokens = in.q.shape(2), dim = value_dim(in.v_cache);
+  const int64_t num_heads = in.q.shape(1), num_tokens = in.q.shape(2), dim = dim_of(in.v_cache);
   strides[0] = num_heads * num_tokens * dim;
   strides[1] = num_tokens * dim;
   strides[2] = dim;
@@ -54,7 +54,7 @@ int input_of(const AttentionInputs& in, OptionalArray AttentionInputs::* array) 
 LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options,
                       const Splits& splits, const Splits& chunks) {
   using Role = BufferBinding::Role;
-  const std::string dim = std::to_string(value_dim(in.v_cache));
+  const std::string dim = std::to_string(dim_of(in.v_cache));
   LaunchPlan plan;
   plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + dim;
   plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + dim + ">";
@@ -206,7 +206,7 @@ Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, in
   while (least < kMostSplitKeys && num_threadgroups(least) > kPlentyOfThreadgroups) {
     least *= 2;
   }
-  const int64_t row_bytes = (int64_t{value_dim(in.v_cache)} + 2) * sizeof(float);
+  const int64_t row_bytes = (int64_t{dim_of(in.v_cache)} + 2) * sizeof(float);
   const int64_t affordable = kMaxPartialBytes / (num_rows(in) * row_bytes);
   const int wanted = std::min(ceil_div(max_keys, least), most_splits);
   const int count = static_cast<int>(std::clamp<int64_t>(affordable, 1, wanted));
@@ -217,7 +217,7 @@ Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, in
 LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& options,
                             const AttentionGeometry& g) {
   const std::string type = metal_type(in.q), dim = std::to_string(in.q.shape(3)),
-                    v_dim = std::to_string(value_dim(in.v_cache)), rows = std::to_string(g.rows);
+                    v_dim = std::to_string(dim_of(in.v_cache)), rows = std::to_string(g.rows);
   const std::string kernel = g.by_matrices ? "matrix_attention" : "paged_attention";
   LaunchPlan plan;
   plan.kernel =
@@ -243,7 +243,7 @@ LaunchPlans with_merge(std::vector<LaunchPlan> launches, const AttentionInputs& 
   launches.push_back(merge_plan(in, options, splits, chunks));
   const size_t partials = num_rows(in) * splits.stored;
   return {std::move(launches),
-          {partials * value_dim(in.v_cache) * sizeof(float), partials * 2 * sizeof(float)}};
+          {partials * dim_of(in.v_cache) * sizeof(float), partials * 2 * sizeof(float)}};
 }
 
 }  // namespace mlx_paged

@@ -22,7 +22,7 @@ constexpr int kMostThreadgroups = 1024;
 
 // The most rows that a threadgroup of the tile kernel computes: more would need too many registers.
 int most_shared_rows(const AttentionInputs& in) {
-  const int dim = std::max(in.q.shape(3), value_dim(in.v_cache));
+  const int dim = std::max(in.q.shape(3), dim_of(in.v_cache));
   return dim > 256 ? 1 : dim > 128 ? 2 : kMaxSharedRows;
 }
 
@@ -49,7 +49,7 @@ void check_pool(const char* argument, const mx::array& pool, int unit) {
 // tokens have kEdge rows or as many as possible, so that few pipelines have to be compiled. Ragged
 // batches have as many as possible, because the host does not know their lengths.
 int rows_of_tile(const AttentionInputs& in) {
-  const int head_dim = in.q.shape(3), v_dim = value_dim(in.v_cache);
+  const int head_dim = in.q.shape(3), v_dim = dim_of(in.v_cache);
   const int group = in.q.shape(1) / in.k_cache.shape(0);
   const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
   const bool is_short = !in.cu_seqlens && group * in.q.shape(2) <= kEdge;
@@ -78,7 +78,7 @@ int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, in
 bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
   const int group = in.q.shape(1) / in.k_cache.shape(0);
   const bool has_options = in.kv_head_mapping || in.rope_freqs || in.attn_mask || in.alibi_slopes;
-  return has_matrix_kernel(in.q.dtype(), in.q.shape(3), value_dim(in.v_cache)) &&
+  return has_matrix_kernel(in.q.dtype(), in.q.shape(3), dim_of(in.v_cache)) &&
          (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !has_options &&
          !options.return_attn && (in.cu_seqlens || group * in.q.shape(2) > most_shared_rows(in));
 }
@@ -134,7 +134,7 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   if (!supports_matrix(in, options)) {
     fail<std::runtime_error>(
         "paged_attention_varlen", "k_cache has dtype ", in.k_cache.dtype(), " and q ", in.q.dtype(),
-        ", with head dimensions ", in.q.shape(3), " and ", value_dim(in.v_cache),
+        ", with head dimensions ", in.q.shape(3), " and ", dim_of(in.v_cache),
         ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
   }
   AttentionGeometry chunks = matrix_geometry(in, options);
@@ -180,8 +180,9 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   if (!has_keys(in.k_cache, in.block_tables)) {  // a function compiled for any shape
     fail<std::runtime_error>("paged_attention", "k_cache or block_tables is empty: expected a key");
   }
-  check_pool("k_cache", in.k_cache, kVector);
-  check_pool("v_cache", in.v_cache, is_packed(in.v_cache) ? kVector / 2 : kVector);
+  for (const auto& [name, cache] : {std::pair{"k_cache", in.k_cache}, {"v_cache", in.v_cache}}) {
+    check_pool(name, cache, is_sixes(cache) ? 1 : is_pairs(cache) ? kVector / 2 : kVector);
+  }
   if (in.k_scales) {
     check_pool("k_scales", *in.k_scales, 1);
     check_pool("v_scales", *in.v_scales, 1);

@@ -31,6 +31,23 @@ std::optional<LaunchPlan> pool_plan(const char* kernel, const std::string& type,
   return plan;
 }
 
+// The bytes of a quantized cache, whose keys and values may be stored in words of different sizes.
+mx::array as_bytes(const mx::array& cache) {
+  if (!is_quantized(cache)) {
+    return cache;
+  }
+  const int size = static_cast<int>(cache.itemsize());
+  mx::Shape shape = cache.shape();
+  mx::Strides strides = cache.strides();
+  shape[3] *= size;
+  for (int axis = 0; axis < 3; ++axis) {
+    strides[axis] *= size;
+  }
+  mx::array bytes(shape, mx::uint8, nullptr, {});
+  bytes.copy_shared_buffer(cache, strides, cache.flags(), cache.data_size() * size);
+  return bytes;
+}
+
 // Whether the host knows that pairs (source, destination) may be copied in any order: no block is
 // the destination of one and in another one.
 bool have_no_order(const mx::array& pairs) {
@@ -64,8 +81,8 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
   if (!plan) {
     return {};
   }
-  check_metal_pool("write_kv", "k_cache", k_cache, true);
-  check_metal_pool("write_kv", "v_cache", v_cache, true);
+  (is_sixes(k_cache) ? check_pool_layout : check_metal_pool)("write_kv", "k_cache", k_cache, true);
+  (is_sixes(v_cache) ? check_pool_layout : check_metal_pool)("write_kv", "v_cache", v_cache, true);
   WriteParams p{};
   copy_strides(k, p.k_strides);
   copy_strides(v, p.v_strides);
@@ -91,7 +108,8 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
                    {4, Role::kPoolWrite, 0},
                    {5, Role::kPoolWrite, 1}};
   if (is_quantized) {
-    plan->constants.push_back({19, Type::kBool, is_packed(v_cache)});
+    plan->constants.push_back({19, Type::kBool, is_pairs(v_cache)});
+    plan->constants.push_back({21, Type::kBool, is_sixes(k_cache)});
     plan->buffers.insert(plan->buffers.end(), {{6, Role::kPoolWrite, 2}, {7, Role::kPoolWrite, 3}});
   }
   return {{*plan}, {}};
@@ -99,14 +117,14 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
 
 LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   using Role = BufferBinding::Role;
-  const mx::array &k_cache = inputs[0], &v_cache = inputs[1], &pairs = inputs[2];
+  const mx::array k_cache = as_bytes(inputs[0]), v_cache = as_bytes(inputs[1]), &pairs = inputs[2];
   const int num_pairs = pairs.shape(0), pairs_each = have_no_order(pairs) ? 1 : num_pairs;
   const int depth = num_pairs > 0 ? num_pairs / pairs_each * k_cache.shape(2) : 0;
   const bool is_whole = k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0;
   const int each = is_whole ? kVector : 1;
   const int width = std::max(k_cache.shape(3), v_cache.shape(3)) / each;
-  const std::string type = k_cache.dtype() == mx::int8 ? "uchar" : metal_type(k_cache);
-  std::optional<LaunchPlan> plan = pool_plan("copy_blocks", type, k_cache, width, depth);
+  std::optional<LaunchPlan> plan =
+      pool_plan("copy_blocks", metal_type(k_cache), k_cache, width, depth);
   if (!plan) {
     return {};
   }

@@ -42,7 +42,7 @@ def make_prompt_cache(
         max_kv_size: as in mlx-lm.
         block_size: token slots in a block.
         kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
-        kv_bits: 8 or "8,4" to store K/V quantized. Such caches are saved as classes of this
+        kv_bits: 8, 6 or 4 to store K/V quantized. Such caches are saved as classes of this
             package, and :func:`mlx_lm.models.cache.load_prompt_cache` needs it to load them.
 
     Raises:

@@ -45,8 +45,8 @@ class Engine(WaitingCalls):
         block_size: token slots in a block.
         kv_memory: bytes for the pool; default: what the device can spare.
         num_blocks: size of the pool in blocks of all layers, instead of `kv_memory`.
-        kv_bits: 8 to store K/V with 8 bits an element, "8,4" to store keys with 8 and values with
-            4 bits; docs/kv-quantization.md has the differences. Default: as the model computes it.
+        kv_bits: 8 or 6 to store K/V with so many bits an element, 4 to store keys with 6 and values
+            with 4; docs/kv-quantization.md has the differences. Default: as the model computes it.
         max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
         cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if
             MLX's limit is. Default: a tenth of the GPU's memory; less if `kv_memory` or

@@ -71,7 +71,7 @@ class KVBlockManager:
         max_blocks: blocks in the pool; all together have fewer than 2**31 slots.
         dtype: of K and V: float32, float16 or bfloat16.
         v_head_dim: head dimension of the values; default `head_dim`.
-        kv_bits: 8 or "8,4" to store K and V quantized; see :mod:`mlx_paged.ops.formats`.
+        kv_bits: 8, 6 or 4 to store K and V quantized; see :mod:`mlx_paged.ops.formats`.
 
     Raises:
         ValueError: a size is no integer or out of range, a list's length is not `n_layers`, the

@@ -19,7 +19,7 @@ class KVShape:
     # Values are the first `v_head_dim` columns of the keys and are stored once. The two arrays
     # written are the latent and the rotary key, which fills the other columns.
     latent: bool = False
-    kv_bits: KVBits = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
+    kv_bits: int | None = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
     # Whether they are stored as their Hadamard transforms, which have no outliers. Queries are
     # transformed, too, and outputs back.
     rotates: bool = False
@@ -29,13 +29,12 @@ class KVShape:
         hold this layer, or the device cannot use it."""
         kv_bits = checked_bits(where, kv_bits)
         problem = None
-        few = 2 if mx.default_device() == mx.cpu else 8  # values of 4 bits that are loaded at once
         if kv_bits is None:
             pass
         elif self.latent:
             problem = "a layer stores latents (MLA), and keys and values in one row need two scales"
-        elif kv_bits == "8,4" and self.v_head_dim % few:
-            problem = f"values have {self.v_head_dim} dimensions, no multiple of {few}"
+        elif kv_bits != 8 and (dims := [d for d in self.row_dims if d % 8]):
+            problem = f"keys or values have {dims[0]} dimensions, no multiple of 8"
         if problem:
             raise ValueError(f"[{where}] kv_bits is {kv_bits!r}, but {problem}: expected None")
         return replace(self, kv_bits=kv_bits, rotates=rotates and kv_bits is not None)

@@ -90,17 +90,18 @@ def takes_attention(
         tokens: of each sequence; None: the sequences have different numbers of tokens.
         others: options of no model's layer, which are taken where a call without them is.
     """
-    value_dim = dims_of(v_cache)
-    dims = k_cache.shape[-1], value_dim
-    if device_of(stream) == mx.cpu or kernel_on(stream, *dims) == "reference":
+    if device_of(stream) == mx.cpu:
+        return True
+    if kernel_on(stream, dims_of(k_cache), dims_of(v_cache)) == "reference":
         return True
     most = LENGTHS[-1]
     length = most if tokens is None else min(n for n in LENGTHS if n >= min(tokens, most))
     options = window is not None, sinks is not None, softcap is not None, causal
-    caches = *k_cache.shape[::2], k_cache.dtype, v_cache.dtype, value_dim
+    keys, values = ((cache.shape[2:], cache.dtype) for cache in (k_cache, v_cache))
     is_long = columns * k_cache.shape[2] > SHORT_CONTEXT
     shape = q.shape[1], length, q.shape[3]
-    return _take_attention(shape, q.dtype, caches, is_long, tokens is None, options)
+    given = shape, q.dtype, k_cache.shape[0], keys, values
+    return _take_attention(*given, is_long, tokens is None, options)
 
 
 def writes_in_place(
@@ -155,10 +156,12 @@ def is_native(
     stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
 ) -> bool:
     """Whether the stream can evaluate the compiled op for these caches."""
+    if device_of(stream) == mx.cpu:
+        return is_compiled(stream, indices)
     columns = v_cache.shape[-1]
-    if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
-        columns *= 2
-    return is_compiled(stream, indices, k_cache.shape[-1], columns)
+    if v_cache.dtype != mx.uint8 or columns % 4 == 0:  # GPUs need whole vectors of pairs, too
+        columns = dims_of(v_cache)
+    return is_compiled(stream, indices, dims_of(k_cache), columns)
 
 
 def serves_varlen(
@@ -166,8 +169,8 @@ def serves_varlen(
 ) -> bool:
     """Whether the stream can evaluate the compiled op for sequences of different lengths."""
     if device_of(stream) == mx.gpu:
-        fits = k_cache.dtype in (q.dtype, mx.int8)
-        if not fits or not serves_chunks(q.dtype, k_cache.shape[-1], dims_of(v_cache)):
+        fits = format_of(k_cache).has_scales or k_cache.dtype == q.dtype
+        if not fits or not serves_chunks(q.dtype, dims_of(k_cache), dims_of(v_cache)):
             return False
     return is_native(stream, k_cache, v_cache, indices)
 
@@ -187,16 +190,17 @@ def are_switched_off() -> bool:
 def _take_attention(
     shape: tuple[int, int, int],
     dtype: mx.Dtype,
-    caches: tuple[int, int, mx.Dtype, mx.Dtype, int],
+    slots: int,
+    keys: _Rows,
+    values: _Rows,
     is_long: bool,
     ragged: bool,
     options: tuple[bool, bool, bool, bool],
 ) -> bool:
-    (heads, length, head_dim), (slots, size, k_dtype, v_dtype, v_dim) = shape, caches
-    k = _zeros((slots, 1, size, head_dim), k_dtype)
-    is_latent = slots == 1 and k_dtype == v_dtype and v_dim < head_dim
-    v_columns = v_dim // 2 if v_dtype == mx.uint8 else v_dim
-    v = k[..., :v_dim] if is_latent else _zeros((slots, 1, size, v_columns), v_dtype)
+    heads, length, head_dim = shape
+    k, v = (_zeros((slots, 1, *sizes), form) for sizes, form in (keys, values))
+    if slots == 1 and k.dtype == v.dtype and v.shape[3] < k.shape[3]:
+        v = k[..., : v.shape[3]]  # latents
     given: dict[str, Any] = {"scale": 1.0, "causal": options[3], **_scales(k, v)}
     for name, is_given, value in zip(
         ("window", "sinks", "softcap"), options, (1, _zeros((heads,), dtype), 1.0), strict=False
@@ -205,7 +209,7 @@ def _take_attention(
     q = _zeros((1, heads, length, head_dim), dtype)
     if ragged:
         q, given["cu_seqlens"] = q.transpose(2, 1, 0, 3), mx.array([0, length], mx.int32)
-    tables = [_zeros((1, n), mx.int32) for n in (1, -(-LONG_CONTEXT // size))[: 1 + is_long]]
+    tables = [_zeros((1, n), mx.int32) for n in (1, -(-LONG_CONTEXT // k.shape[2]))[: 1 + is_long]]
     lens, plan = _zeros((1,), mx.int32), _ext.metal.plan_attention
     return all([_compile(plan, q, k, v, table, lens, **given) for table in tables])
 
@@ -244,7 +248,7 @@ def _scales(k_cache: mx.array, v_cache: mx.array) -> dict[str, mx.array]:
     return {
         name: _zeros((*cache.shape[:3], format_of(cache).scale_columns(dims_of(cache))), mx.float16)
         for name, cache in (("k_scales", k_cache), ("v_scales", v_cache))
-        if not mx.issubdtype(cache.dtype, mx.floating)
+        if format_of(cache).has_scales
     }
 
 

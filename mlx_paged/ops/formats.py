@@ -1,9 +1,9 @@
 """How a pool stores keys and values: as they are, or quantized with scales.
 
-``kv_bits`` None: in the model's type. 8: as int8, with a float16 scale for each token and KV head.
-"8,4": keys so, and values in 4 bits, with a scale and a minimum for each group of :data:`GROUP`
-columns, of which the last may be narrower. ``csrc/kv_formats.h`` has the layout of the bytes,
-``csrc/cpu/quantize.h`` the rounding; :func:`quantized` computes the same.
+``kv_bits`` None: in the model's type. 8 or 6: integers of so many bits, with a float16 scale for
+each token and KV head. 4: keys in 6 bits, and values in 4 bits, with a scale and a minimum for each
+group of :data:`GROUP` columns, of which the last may be narrower. ``csrc/kv_formats.h`` has the
+layout of the bytes, ``csrc/cpu/quantize.h`` the rounding; :func:`quantized` computes the same.
 """
 
 from typing import NamedTuple
@@ -20,22 +20,21 @@ class Format(NamedTuple):
     """How keys or values are stored."""
 
     bits: int  # of an element
-    # Of the stored elements; 4-bit ones lie in pairs, the first in the low half of a byte.
-    dtype: mx.Dtype
+    dtype: mx.Dtype  # of what is stored; elements of 6 and of 4 bits share it
 
     @property
     def has_scales(self) -> bool:
         return not mx.issubdtype(self.dtype, mx.floating)
 
     def columns(self, dims: int) -> int:
-        """Stored elements of a row."""
+        """Numbers of this type in a row."""
         return dims * self.bits // (8 * self.dtype.size)
 
     def scale_columns(self, dims: int) -> int:
         """Numbers among a row's scales."""
         if not self.has_scales:
             return 0
-        return 1 if self.bits == 8 else 2 * -(-dims // GROUP)
+        return 2 * -(-dims // GROUP) if self.bits == 4 else 1
 
     def row_bytes(self, dims: int) -> int:
         """Bytes of a row and its scales."""
@@ -43,44 +42,50 @@ class Format(NamedTuple):
         return self.columns(dims) * self.dtype.size + scales
 
 
-_BITS_8, _BITS_4 = Format(8, mx.int8), Format(4, mx.uint8)
-FORMATS = {8: (_BITS_8, _BITS_8), "8,4": (_BITS_8, _BITS_4)}
+_BITS_8, _BITS_6, _BITS_4 = Format(8, mx.int8), Format(6, mx.uint16), Format(4, mx.uint8)
+FORMATS = {8: (_BITS_8, _BITS_8), 6: (_BITS_6, _BITS_6), 4: (_BITS_6, _BITS_4)}
 """By kv_bits: the formats of keys and of values."""
 
+_BY_DTYPE = {form.dtype: form for form in (_BITS_8, _BITS_6, _BITS_4)}
 
-def formats(kv_bits: KVBits, dtype: mx.Dtype) -> tuple[Format, Format]:
+
+def formats(kv_bits: int | None, dtype: mx.Dtype) -> tuple[Format, Format]:
     """The formats of keys and values of a model's `dtype`."""
     plain = Format(8 * dtype.size, dtype)
     return (plain, plain) if kv_bits is None else FORMATS[kv_bits]
 
 
-def checked_bits(where: str, kv_bits: KVBits) -> KVBits:
+def checked_bits(where: str, kv_bits: KVBits) -> int | None:
     """`kv_bits` as a key of :data:`FORMATS`, or None. Raises ValueError if there is no such
     format."""
-    given = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else kv_bits
-    if given is None or (type(given) in (int, str) and given in ("8", "8,8", *FORMATS)):
-        return 8 if given in ("8", "8,8") else given
+    if kv_bits is None or (type(kv_bits) is int and kv_bits in FORMATS):
+        return kv_bits
+    name = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else ""
+    if name in ("8,8", *map(str, FORMATS)):
+        return int(name[0])
     raise ValueError(
-        f'[{where}] kv_bits is {shown(kv_bits)}: expected 8, or "8,4" for values of 4 bits. Keys of'
-        " fewer than 8 bits for each token change the output too much: docs/kv-quantization.md"
+        f"[{where}] kv_bits is {shown(kv_bits)}: expected 8, 6 or 4. Other numbers of bits"
+        " change the output more than these: docs/kv-quantization.md"
     )
 
 
 def format_of(cache: mx.array) -> Format:
-    return _BITS_4 if cache.dtype == mx.uint8 else _BITS_8
+    return _BY_DTYPE.get(cache.dtype) or Format(8 * cache.dtype.size, cache.dtype)
 
 
 def dims_of(cache: mx.array) -> int:
     """The head dimension of keys or values, quantized or not."""
-    return cache.shape[-1] * (2 if cache.dtype == mx.uint8 else 1)
+    return 8 * cache.dtype.size * cache.shape[-1] // format_of(cache).bits
 
 
 def quantized(x: mx.array, form: Format) -> tuple[mx.array, mx.array]:
     """Rows ``[..., D]`` of a floating type as stored elements and their scales."""
     x = x.astype(mx.float32)
-    if form.bits == 8:
-        scales = (mx.abs(x).max(axis=-1, keepdims=True) / 127).astype(mx.float16)
-        return _nearest(x, scales, -127, 127).astype(mx.int8), scales
+    if form.bits != 4:
+        most = 2 ** (form.bits - 1) - 1
+        scales = (mx.abs(x).max(axis=-1, keepdims=True) / most).astype(mx.float16)
+        q = _nearest(x, scales, -most, most).astype(mx.int8)
+        return (q if form.bits == 8 else _packed(q)), scales
     elements, numbers = [], []
     for first in range(0, x.shape[-1], GROUP):
         group = x[..., first : first + GROUP]
@@ -93,6 +98,20 @@ def quantized(x: mx.array, form: Format) -> tuple[mx.array, mx.array]:
     return nibbles[..., ::2] | (nibbles[..., 1::2] << 4), mx.concatenate(numbers, axis=-1)
 
 
+def _packed(q: mx.array) -> mx.array:
+    """Elements of 6 bits, each four in three bytes."""
+    fours = mx.unflatten(q.astype(mx.uint32) & 63, -1, (-1, 4))
+    bits = (fours << mx.arange(0, 24, 6, mx.uint32)).sum(axis=-1)
+    threes = mx.unflatten(bits.view(mx.uint8), -1, (-1, 4))[..., :3]
+    return threes.flatten(-2).view(mx.uint16)
+
+
+def _unpacked(words: mx.array) -> mx.array:
+    threes = mx.unflatten(words.view(mx.uint8), -1, (-1, 3)).astype(mx.int32)
+    bits = (threes << mx.arange(0, 24, 8)).sum(axis=-1, keepdims=True)
+    return ((bits << mx.arange(26, 2, -6)) >> 26).flatten(-2)  # with the sign of the upper bit
+
+
 def _nearest(x: mx.array, scales: mx.array, least: int, most: int) -> mx.array:
     """Multiples of the scales nearest to `x`, ties to even; a scale of 0 gives 0."""
     scales = scales.astype(mx.float32)
@@ -103,8 +122,9 @@ def dequantized(cache: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
     """Stored elements ``[..., columns]`` and their scales as rows ``[..., D]``: computed in
     float32, then rounded to `dtype`."""
     scales = scales.astype(mx.float32)
-    if format_of(cache).bits == 8:
-        return (cache.astype(mx.float32) * scales).astype(dtype)
+    if (bits := format_of(cache).bits) != 4:
+        q = cache if bits == 8 else _unpacked(cache)
+        return (q.astype(mx.float32) * scales).astype(dtype)
     nibbles = mx.stack([cache & 15, cache >> 4], axis=-1).flatten(-2).astype(mx.float32)
     dims = nibbles.shape[-1]
     group = mx.arange(dims) // GROUP

@@ -17,7 +17,7 @@ from mlx_paged import UnsupportedModelError, _ext, ops
 from mlx_paged.attention.prewarm import AttentionKind, prewarm
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.ops.formats import FORMATS
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from scripts.support_matrix import names
 from tests.support.models.architectures import NOT_ON_A_CPU, build
@@ -133,9 +133,8 @@ def reachable_calls(
                     yield from calls_of([in_dtype(replace(kind, shape=shape), dtype)], block_size)
 
 
-def _every_kv_bits(shape: KVShape) -> Iterator[KVBits]:
+def _every_kv_bits(shape: KVShape) -> Iterator[int | None]:
     yield None
-    every: tuple[KVBits, ...] = (8, "8,4")
-    for kv_bits in every:
-        if not shape.latent and (kv_bits == 8 or shape.v_head_dim % 8 == 0):
+    for kv_bits in FORMATS:
+        if not shape.latent and (kv_bits == 8 or not (shape.head_dim | shape.v_head_dim) % 8):
             yield kv_bits

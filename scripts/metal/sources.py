@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged import _ext
+from mlx_paged.ops.formats import FORMATS, Format
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 HEADS = ((64, 64, 1), (128, 128, 2), (128, 128, 4), (128, 128, 8), (256, 256, 2), (576, 512, 16))
@@ -53,18 +54,16 @@ def pool_launches(dtype: mx.Dtype) -> list[Launch]:
     return [launch for call in calls for launch in call["launches"]]
 
 
-def quantized_launches(dtype: mx.Dtype, pairs: bool) -> list[Launch]:
-    """A write to a quantized pool, and attention of a decode and of a chunk over one; with pairs
-    values have 4 bits."""
+def quantized_launches(dtype: mx.Dtype, keys: Format, values: Format) -> list[Launch]:
+    """A write to a quantized pool, and attention of a decode and of a chunk over one."""
     dim = 128
-    types = (dim, mx.int8), (dim // 2, mx.uint8) if pairs else (dim, mx.int8)
-    k_cache, v_cache = (mx.zeros((1, 2, BLOCK_SIZE, width), kind) for width, kind in types)
-    columns = 1, 2 * dim // 64 if pairs else 1
-    k_scales, v_scales = (mx.zeros((1, 2, BLOCK_SIZE, n), mx.float16) for n in columns)
+    forms, slots = (keys, values), (1, 2, BLOCK_SIZE)
+    k_cache, v_cache = (mx.zeros((*slots, form.columns(dim)), form.dtype) for form in forms)
+    k_scales, v_scales = (mx.zeros((*slots, f.scale_columns(dim)), mx.float16) for f in forms)
     scales = {"k_scales": k_scales, "v_scales": v_scales}
-    rows, slots = mx.zeros((1, 1, dim), dtype), mx.zeros((1,), mx.int32)
+    rows, where = mx.zeros((1, 1, dim), dtype), mx.zeros((1,), mx.int32)
     calls = [
-        _ext.metal.plan_write_kv(rows, rows, k_cache, v_cache, slots, **scales),
+        _ext.metal.plan_write_kv(rows, rows, k_cache, v_cache, where, **scales),
         _ext.metal.plan_copy_blocks(k_cache, v_cache, mx.zeros((1, 2), mx.int32)),
     ]
     for tokens in (1, 8):
@@ -80,8 +79,8 @@ def launches() -> Iterator[Launch]:
         for heads in HEADS:
             yield from attention_launches(dtype, *heads)
         yield from pool_launches(dtype)
-        for pairs in (False, True):
-            yield from quantized_launches(dtype, pairs)
+        for forms in FORMATS.values():
+            yield from quantized_launches(dtype, *forms)
 
 
 def write_sources(directory: Path) -> list[Path]:

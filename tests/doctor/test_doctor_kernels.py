@@ -43,16 +43,18 @@ SAMPLE = [
 ]
 OF_QUANTIZED = [
     Variant("attention", "kv8", "d128", 16, 4, 5, "many"),
-    Variant("attention", "kv8v4", "d192v128", 8, 2, 1, "weights"),
-    Variant("write", "kv8v4", "d20", 8),
-    Variant("copy", "kv8", "d64", 16),
+    Variant("attention", "kv4", "d192v128", 8, 2, 1, "weights"),
+    Variant("write", "kv4", "d80", 8),
+    Variant("write", "kv8", "d20", 8),
+    Variant("copy", "kv4", "d80", 16),
 ]
 OTHER_QUANTIZED = [
-    Variant("attention", "kv8v4", "d64", 16, 4, 1, "long"),
+    Variant("attention", "kv4", "d64", 16, 4, 1, "long"),
     Variant("attention", "kv8", "d256", 32, 1, 5),
+    Variant("attention", "kv6", "d80", 16, 4, 5),
 ]
-NUM_POOLS = len(DTYPES) * len(HEADS) + len(QUANTIZED) * (len(HEADS) - 1) - 1
-"""Formats with head dimensions: latents are not quantized, and no values of 20 to 4 bits."""
+NUM_POOLS = len(DTYPES) * len(HEADS) + len(QUANTIZED) * (len(HEADS) - 1) - 2
+"""Formats with head dimensions: latents are not quantized, and 20 dimensions to 8 bits only."""
 
 
 def flushed(scales: mx.array) -> mx.array:
@@ -139,7 +141,7 @@ class TestWrongKernels:
             return found
 
         monkeypatch.setattr(ops, "write_kv", wrong)
-        variants = [OF_QUANTIZED[2], Variant("write", "kv8", "d128", 16)]
+        variants = [OF_QUANTIZED[2], *(Variant("write", kv, "d128", 16) for kv in ("kv8", "kv6"))]
         assert list(failures(variants)) == [variant.name for variant in variants]
 
     @pytest.mark.sampled(2)

@@ -57,7 +57,7 @@ def test_quantized_pools_give_mlx_lms_tokens_over_what_numpy_quantizes(kv_bits, 
     with quantized_mlx_lm(kv_bits):
         same = [half.check(p, c.tokens) for p, c in zip(PROMPTS, done, strict=True)]
     assert sum(same) >= len(PROMPTS) - 1
-    form = {8: "_k8v8_", "8,4": "_k8v4_"}[kv_bits]
+    form = {8: "_k8v8_", 6: "_k6v6_", 4: "_k6v4_"}[kv_bits]
     attention = [name for name in metal.trace.kernels if "attention" in name]
     assert attention and all(form in name for name in attention)
     ran = families(metal)

@@ -68,7 +68,7 @@ WRONG = {
     "prewarm": (["no", 1], "True, False or None"),
     "metrics_jsonl": ([0, True, b"x"], "a path or None"),
     "kv_disk": ([1.5, {}, b"x"], "a path or None"),
-    "kv_bits": ([np.array([8, 4]), [8], 4, 8.0, True, "4"], '8, or "8,4"'),
+    "kv_bits": ([np.array([8, 4]), [8], 5, 8.0, True, "5"], "8, 6 or 4"),
     "max_running": (["8", 0, [PATH] * 99], "an integer >= 1"),
 }
 

@@ -1,5 +1,7 @@
 """kv_bits of an engine and of the commands: what is stored, counted and refused."""
 
+from itertools import product
+
 import mlx.core as mx
 import pytest
 
@@ -12,13 +14,13 @@ from tests.support.ops.numpy_quantization import BITS
 PROMPTS = [[i % VOCAB for i in range(start, start + 40)] for start in (3, 50)]
 
 
-@pytest.mark.parametrize(("kv_bits", "part"), [(8, 0.508), ("8,4", 0.396)])
+@pytest.mark.parametrize(("kv_bits", "part"), [(8, 0.508), (6, 0.383), (4, 0.333)])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_bytes_of_a_token_at_128_dimensions(kv_bits, part, dtype):
     plain = KVShape(8, 128, 128, dtype)
     quantized = plain.quantized("test", kv_bits)
     assert quantized.token_bytes <= part * plain.token_bytes
-    assert quantized.token_bytes == quantized.scale_bytes + 8 * (256 if kv_bits == 8 else 192)
+    assert quantized.token_bytes == quantized.scale_bytes + 8 * {8: 256, 6: 192, 4: 160}[kv_bits]
     manager = KVBlockManager(2, 8, 128, 16, 5, dtype=dtype, kv_bits=kv_bits)
     arrays = [*manager.k, *manager.v, *manager.scales["k_scales"], *manager.scales["v_scales"]]
     assert sum(array.nbytes for array in arrays) == manager.pool.nbytes
@@ -47,17 +49,21 @@ def test_the_batch_generator_takes_kv_bits():
     generator.close()
 
 
-@pytest.mark.parametrize("kv_bits", [4, "4", "4,8", 16, True])
+@pytest.mark.parametrize("kv_bits", [5, "5", "8,4", 16, True])
 def test_other_bits_are_refused(kv_bits):
-    with pytest.raises(ValueError, match=r"\[Engine\] kv_bits is .*: expected 8, or \"8,4\""):
+    with pytest.raises(ValueError, match=r"\[Engine\] kv_bits is .*: expected 8, 6 or 4"):
         Engine(tiny_model("llama"), kv_bits=kv_bits)
 
 
 def test_layers_that_cannot_be_quantized():
     with pytest.raises(ValueError, match="kv_bits is 8, but a layer stores latents"):
         Engine(tiny_model("deepseek_v3"), kv_bits=8)
-    with pytest.raises(ValueError, match="values have 7 dimensions, no multiple of 2"):
-        KVBlockManager(1, 2, 8, 16, 4, v_head_dim=7, kv_bits="8,4")
+    for kv_bits, dims in product((6, 4), ((12, 16), (16, 12))):
+        with pytest.raises(
+            ValueError, match=f"is {kv_bits}, but .* have 12 dimensions, no multiple of 8"
+        ):
+            KVBlockManager(1, 2, dims[0], 16, 4, v_head_dim=dims[1], kv_bits=kv_bits)
+    KVBlockManager(1, 2, 12, 16, 4, v_head_dim=7, kv_bits=8)
 
 
 class TestFlags:
@@ -66,7 +72,7 @@ class TestFlags:
 
     def test_kv_bits(self):
         assert self.options()["kv_bits"] is None
-        assert self.options("--kv-bits", "8,4")["kv_bits"] == "8,4"
+        assert self.options("--kv-bits", "4")["kv_bits"] == 4
         assert self.options("--kv-bits", "8")["kv_bits"] == 8
 
     @pytest.mark.parametrize(

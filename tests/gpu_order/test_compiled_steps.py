@@ -48,7 +48,7 @@ def latents() -> Engine:
 
 
 def quantized() -> Engine:
-    return freed_blocks(kv_bits="8,4")
+    return freed_blocks(kv_bits=4)
 
 
 SCRIPTS = [freed_blocks, windows, latents, quantized]

@@ -62,7 +62,7 @@ def freed_blocks() -> None:
 
 
 def freed_blocks_of_a_quantized_pool() -> None:
-    small = engine(small_model("llama"), max_running=1, kv_bits="8,4")
+    small = engine(small_model("llama"), max_running=1, kv_bits=4)
     small.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9]], max_tokens=2)
 
 

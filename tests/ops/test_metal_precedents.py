@@ -20,7 +20,10 @@ ROW = re.compile(
 FORMS = {
     "load of a vector through a cast pointer": r"reinterpret_cast<const device vec<",
     "store of a vector through a cast pointer": r"reinterpret_cast<device vec<[^;]*\) = ",
-    "conversion of a vector": r"float4\(values\[i\]\[c\]\)",
+    "conversion of a vector": r"float4\(Held<T>::elements\(values",
+    "struct specialised for a type": r"^struct Held<ushort> \{",
+    "type that a struct names": r"typename Held<T>::type keys\[",
+    "static function of a struct": r"^  static \S+ elements\(",
     "element of a vector at a variable index": r"\b(result|elements)\[i\] =",
     "private array of vectors": r"float4 weighted\[VECTORS\];",
     "private array of structs": r"QueryRow rows\[ROWS\];",

@@ -77,7 +77,7 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how, flags, 
     ("flags", "message"),
     [
         (["--num-draft-tokens", "0"], "expected a whole number from 1 to 15"),
-        (["--kv-bits", "4"], "argument --kv-bits: kv_bits is '4': expected 8"),
+        (["--kv-bits", "5"], "argument --kv-bits: kv_bits is '5': expected 8"),
         (["--kv-group-size", "32"], "argument --kv-group-size: expected 64, got '32'"),
         (["--quantized-kv-start", "9"], "argument --quantized-kv-start: expected 5000, got '9'"),
         (["--prompt-concurrency", "2"], "--prompt-concurrency is given"),

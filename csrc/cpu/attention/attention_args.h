@@ -8,7 +8,7 @@
 
 namespace mlx_paged::cpu {
 
-enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool, kInt8, kInt4Pair };
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool, kInt8, kInt6, kInt4Pair };
 
 // An array without its last axes: data, null if the array is absent, and strides in elements.
 template <typename T, int kAxes>
@@ -21,12 +21,12 @@ struct View {
 // sequence has a part of that axis: the strides of the batch are 0.
 struct AttentionArgs {
   View<void, 4> q;  // [B, H, L, D]
-  View<void, 3> k;  // [H_kv, N, S, D], last stride 1
-  View<void, 3> v;  // [H_kv, N, S, D_v], last stride 1; pairs: [H_kv, N, S, D_v / 2]
+  View<void, 3> k;  // [H_kv, N, S, D], last stride 1; quantized ones: csrc/kv_formats.h
+  View<void, 3> v;  // [H_kv, N, S, D_v] likewise
   DType q_dtype;    // also the dtype of `out`
   DType k_dtype;
   DType v_dtype;
-  View<void, 3> k_scales;  // float16 [H_kv, N, S, 1], last stride 1; absent unless k is int8
+  View<void, 3> k_scales;  // float16 [H_kv, N, S, 1], last stride 1; absent unless k is quantized
   View<void, 3> v_scales;  // the same; pairs: [H_kv, N, S, 2 * groups], scale and minimum of each
 
   View<int32_t, 2> block_tables;     // [B, M]

@@ -196,8 +196,9 @@ void attend(const AttendCall& call) {
   const auto attend_format = keys == DType::kFloat32                 ? attend<float>
                              : keys == DType::kFloat16               ? attend<Float16>
                              : keys == DType::kBFloat16              ? attend<BFloat16>
-                             : call.args.v_dtype == DType::kInt4Pair ? attend<K8V4>
-                                                                     : attend<Int8>;
+                             : keys == DType::kInt8                  ? attend<Int8>
+                             : call.args.v_dtype == DType::kInt4Pair ? attend<K6V4>
+                                                                     : attend<Int6>;
   attend_format(call);
 }
 

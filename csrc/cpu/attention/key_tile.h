@@ -16,15 +16,16 @@ inline constexpr int kCacheLine = 64;
 // readable up to the next multiple.
 inline constexpr int kKeyGroup = 16;
 
-// The formats of a pool: T is the type of its elements, or Int8 or K8V4 for elements with scales.
-struct K8V4;
+// The formats of a pool: T is the type of its elements, or Int8, Int6 or K6V4 for elements with
+// scales.
+struct K6V4;
 
 template <typename T>
-using Key = std::conditional_t<std::is_same_v<T, K8V4>, Int8, T>;
+using Key = std::conditional_t<std::is_same_v<T, K6V4>, Int6, T>;
 template <typename T>
-using Value = std::conditional_t<std::is_same_v<T, K8V4>, Int4Pair, T>;
+using Value = std::conditional_t<std::is_same_v<T, K6V4>, Int4Pair, T>;
 template <typename T>
-inline constexpr bool kScaled = std::is_same_v<Key<T>, Int8>;
+inline constexpr bool kScaled = kBits<Key<T>> <= 8;
 
 // Keys [begin, begin + num_keys) of one sequence and KV head, of a pool of format T.
 template <typename T>

@@ -33,7 +33,7 @@ template <typename T>
       Floats rows[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        rows[i] = load_up_to(tile.k[key + i] + d, head_dim - d);
+        rows[i] = load_up_to(element(tile.k[key + i], d), head_dim - d);
       }
       transpose(rows);
       float* to = packed_column(packed, depth, kKeyTile, key) + d * kPanel;

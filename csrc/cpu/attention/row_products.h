@@ -26,8 +26,8 @@ template <int kRows, bool kAsk, typename T>
     }
 #pragma GCC unroll 16
     for (int key = 0; key < kKeys; ++key) {
-      const Floats k_d = load_key(k[key] + d);
-      if (kAsk && bytes_of<Key<T>>(d) % kCacheLine == 0) {
+      const Floats k_d = load_key(element(k[key], d));
+      if (kAsk && bytes_of<Key<T>>(d) % kCacheLine < bytes_of<Key<T>>(kLanes)) {
         cursor.ask();
       }
       for (int r = 0; r < kRows; ++r) {

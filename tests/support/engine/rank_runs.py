@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "preempted": {"num_blocks": 34, "max_running": 6},
     "synchronous": {"lookahead": False},
-    "quantized": {"kv_bits": "8,4"},
+    "quantized": {"kv_bits": 4},
     "ngram": {"speculate": "ngram"},
     "drafted": {"draft_model": tiny_model("llama", seed=1, vocab_size=64)},
     "compiled": {"compile": True},

@@ -16,7 +16,7 @@ import pytest
 
 from mlx_paged import _ext, ops
 from mlx_paged.ops.fallback import single_tokens
-from mlx_paged.ops.formats import dims_of
+from mlx_paged.ops.formats import dims_of, format_of
 from tests.metal_emulator import LaunchStats, Library, Mode, require_emulator
 
 METAL = Path(__file__).resolve().parents[3] / "metal"
@@ -129,8 +129,8 @@ class MetalRunner:
         options.setdefault("scale", q.shape[-1] ** -0.5)
         tokens = q if q.ndim == 4 else q[:, :, None]
         caches = k, v = k_cache[layer_idx], v_cache[layer_idx]
-        is_served = _ext.metal.serves_chunks(q.dtype, k.shape[-1], dims_of(v))
-        if not is_served or k.dtype not in (q.dtype, mx.int8):
+        is_served = _ext.metal.serves_chunks(q.dtype, dims_of(k), dims_of(v))
+        if not is_served or not (k.dtype == q.dtype or format_of(k).has_scales):
             options.pop("num_decodes", None)
             kind = {"causal": options.get("causal", True), "window": options.get("window")}
             arrays = q, *caches, block_tables, context_lens, cu_seqlens

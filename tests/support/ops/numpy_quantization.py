@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,13 +15,22 @@ GROUP = 64
 BITS = list(FORMATS)
 
 
-def quantize8(x: np.ndarray) -> tuple[Any, Any]:
-    """Rows ``[..., D]`` as int8 elements, and a float16 scale ``[..., 1]``."""
+def quantize_symmetric(x: np.ndarray, most: int) -> tuple[Any, Any]:
+    """Rows ``[..., D]`` as int8 elements up to `most`, and a float16 scale ``[..., 1]``."""
     x = x.astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        scale = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float16)
-        q = np.clip(np.rint(x / scale.astype(np.float32)), -127, 127)
+        scale = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(most)).astype(np.float16)
+        q = np.clip(np.rint(x / scale.astype(np.float32)), -most, most)
         return np.where(scale == 0, 0, q).astype(np.int8), scale
+
+
+def quantize6(x: np.ndarray) -> tuple[Any, Any]:
+    """Rows ``[..., D]`` as eights of elements in 48 bits, the first one lowest, and a scale."""
+    q, scale = quantize_symmetric(x, 31)
+    eights = (q.astype(np.int64) & 63).reshape(*q.shape[:-1], -1, 8)
+    bits = (eights << np.arange(0, 48, 6)).sum(axis=-1)
+    words = bits[..., None] >> np.arange(0, 48, 16) & 0xFFFF
+    return words.astype(np.uint16).reshape(*q.shape[:-1], -1), scale
 
 
 def quantize4(x: np.ndarray) -> tuple[Any, Any]:
@@ -45,13 +55,18 @@ def restored(stored: np.ndarray, scales: np.ndarray) -> Any:
     scales = scales.astype(np.float64)
     if stored.dtype == np.int8:
         return np.multiply(stored, scales)
+    if stored.dtype == np.uint16:
+        words = stored.astype(np.int64).reshape(*stored.shape[:-1], -1, 3)
+        bits = (words << np.arange(0, 48, 16)).sum(axis=-1, keepdims=True)
+        q = bits >> np.arange(0, 48, 6) & 63
+        return np.where(q < 32, q, q - 64).reshape(*stored.shape[:-1], -1) * scales
     q = np.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1)
     groups = np.arange(q.shape[-1]) // GROUP
     return np.add(q * scales[..., 2 * groups], scales[..., 2 * groups + 1])
 
 
 def quantize(x: np.ndarray, bits: int) -> tuple[Any, Any]:
-    return quantize8(x) if bits == 8 else quantize4(x)
+    return {8: partial(quantize_symmetric, most=127), 6: quantize6, 4: quantize4}[bits](x)
 
 
 def rounded(x: np.ndarray, bits: int) -> Any:
