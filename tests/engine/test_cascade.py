@@ -76,7 +76,7 @@ def llama():
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
 def test_dtypes_pools_and_graphs(compiled, dtype, kv_bits):
     model = tiny_model("llama")
     model.set_dtype(getattr(mx, dtype))

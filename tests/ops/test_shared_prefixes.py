@@ -104,7 +104,7 @@ def test_random_trees(seed, dtype):
         assert_same_bits(case, shared(case, rng))
 
 
-@pytest.mark.parametrize("kv_bits", [8])
+@pytest.mark.parametrize("kv_bits", [8, 6, 4])
 def test_quantized_pools(kv_bits):
     rng = np.random.default_rng(8)
     case, expected = quantized_case(kv_bits, [900, 700, 650, 530, 1100], num_heads=8, seed=1)
