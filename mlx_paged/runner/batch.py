@@ -141,7 +141,7 @@ class Batch:
                     cu_seqlens=cu_seqlens,
                     chunks=chunks if is_ragged else (),
                     row_chunks=chunks if is_chunk else (),
-                    shared_prefixes=prefixes,
+                    shared_prefixes=prefixes if num_shared or of_group.padded else None,
                 )
                 if sequences is not None:
                     forward.row_tables = mx.take(block_tables, sequences, axis=0)

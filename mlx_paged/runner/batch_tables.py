@@ -7,6 +7,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 
 SPARE_COLUMNS = 16  # blocks by which the longest sequence may grow before all rows are copied
+FEWEST_SHARED = 64  # fewer keys in common are computed alone
 FEWEST_COLUMNS = 32  # of the narrowest bucket: a GPU does not split contexts of 32 x 16 tokens
 
 
@@ -108,6 +109,7 @@ class BatchTables:
                 entries = tables.rows(rows, self.group)
                 common = common_prefixes(entries, lengths)
                 common[1] *= self._allocator.block_size
+                common[1, common[1] < FEWEST_SHARED] = 0
                 found[:, : len(seq_ids)] = common
             self._shared = list(seq_ids), padding, version, (mx.array(found), int(found[1].sum()))
         assert self._shared is not None
