@@ -32,7 +32,7 @@ from bench.models import SIZES, llama_model, random_llama
 from bench.serving.workload import PRESETS, make_jobs
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import COUNT, Parser, load_model
-from mlx_paged.runner import batch, batch_tables, compiled_decode
+from mlx_paged.runner import batch, compiled_decode
 
 WARM_UP = 8
 PROMPT = 20
@@ -136,7 +136,7 @@ def padding(args: argparse.Namespace) -> list[dict[str, Any]]:
         with _unpadded(), patch.object(compiled_decode, "row_bucket", int):
             bare = Course(decoding(model, rows, total, True), _unpadded)
         padded = Course(decoding(model, rows, total, True))
-        more = batch_tables.row_bucket(rows) - rows
+        more = batch.row_bucket(rows) - rows
         found.append(
             {"rows": rows, "padding": more, **compare(padded, bare, args.pairs, args.steps)}
         )

@@ -143,6 +143,21 @@ def renumbered(blocks: Int32Array, kept: Int32Array) -> Int32Array:
     return numbers[blocks]
 
 
+def common_prefixes(entries: Int32Array, lengths: Int32Array) -> Int32Array:
+    """``[2, R]``: an order of the rows in which equal beginnings are neighbours, and for each row
+    in this order how many of its first entries are those of the row before it. Row i has
+    ``lengths[i]`` entries; what is behind them may part rows that are longer."""
+    width = entries.shape[1]
+    order = np.argsort(entries.view(f"V{width * entries.itemsize}").ravel(), kind="stable")
+    ranked, ends = entries[order], lengths[order]
+    differ = ranked[1:] != ranked[:-1]
+    first = np.where(differ.any(axis=1), differ.argmax(axis=1), width)
+    common = np.zeros((2, len(order)), np.int32)
+    common[0] = order
+    common[1, 1:] = np.minimum(first, np.minimum(ends[1:], ends[:-1]))
+    return common
+
+
 @dataclass(slots=True)
 class SequenceBlocks:
     """A sequence and the state of its blocks."""

@@ -23,8 +23,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
-from mlx_paged.runner.batch import Batch, Layout
-from mlx_paged.runner.batch_tables import FEWEST_COLUMNS, column_bucket, row_bucket
+from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
 from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch, Layout, PendingTokens
-from mlx_paged.runner.batch_tables import BatchTables
+from mlx_paged.runner.batch import Batch, BatchTables, Layout
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
 from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
 from mlx_paged.runner.layer_cache import PagedLayerCache
@@ -33,9 +32,10 @@ from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_ca
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.prompt_scores import PromptScores
-from mlx_paged.sampling.sampler import Sampled, Sampler, Scores, empty_rows, on_host
+from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler, Scores, empty_rows, on_host
 from mlx_paged.scheduler.step import SampledToken, Span, Step
 
+Batches = list[tuple[Sequence[Span], Batch]]
 Drafts = dict[int, tuple[int, ...]]  # by request id
 SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
 
@@ -119,8 +119,9 @@ class ModelRunner:
         note_errors_on(self)
         self.compiled: CompiledDecode | None = None
         self.why_plain = self._untraceable = profile.untraceable
-        self._cascade = cascade and pool.n_layers > 0
-        self._tables = BatchTables.of_groups(allocator, cascade=self._cascade)
+        cascade = cascade and pool.n_layers > 0
+        self._new_tables = partial(BatchTables.of_groups, allocator, cascade=cascade)
+        self._tables = self._new_tables()
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
@@ -137,7 +138,7 @@ class ModelRunner:
             self.why_plain = compiled.problem(if_faster=wanted is None)
             if self.why_plain is None:
                 self.compiled = compiled
-                self._tables = BatchTables.of_groups(self.allocator, True, self._cascade)
+                self._tables = self._new_tables(padded=True)
                 return compiled.traces
         return None
 
@@ -235,9 +236,8 @@ class ModelRunner:
             if leaving:
                 staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
                 for i, stored in enumerate(leaving):
-                    stored.payload = partial(
-                        bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
-                    )
+                    size = len(stored.blocks)
+                    stored.payload = partial(bytes_of, staged, i * size, size)
         for group in groups:
             load_blocks(pool, group, [t for t in loads if t.group == group])
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
@@ -265,8 +265,7 @@ class ModelRunner:
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
 
     def sample_late(self, launched: LaunchedStep) -> None:
-        """Choose the tokens of a step whose sampler had to wait until the step before it was
-        read."""
+        """Choose the tokens of a step whose sampler waits until the step before it is read."""
         if launched.unsampled is not None and self._sample(launched):
             self._begin_last(launched)  # before the step that follows it
 
@@ -305,8 +304,7 @@ class ModelRunner:
         self.states.clear()
         self._copied, self._loaded, self.error = [], [], None
         self.sampler = self._make_sampler()
-        padded = self.compiled is not None
-        self._tables = BatchTables.of_groups(self.allocator, padded, self._cascade)
+        self._tables = self._new_tables(padded=self.compiled is not None)
 
     def _begin(self, arrays: list[mx.array]) -> None:
         """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;
@@ -317,7 +315,6 @@ class ModelRunner:
             self.error = noted(error)
 
     def _begin_last(self, launched: LaunchedStep) -> None:
-        """Begin to evaluate what is left of a step."""
         self._begin(launched.pending)
         launched.end = ops.metal.end_of_work()
 
@@ -328,14 +325,12 @@ class ModelRunner:
             snapshot.states = states
             self._copied += arrays_of(states)
 
-    def _batches(
-        self, step: Step, coming: PendingTokens | None
-    ) -> list[tuple[Sequence[Span], Batch]]:
+    def _batches(self, step: Step, coming: PendingTokens | None) -> Batches:
         """A step's forwards and their spans: one forward of rows for all tokens that may share it,
         and one for each other chunk. A chunk is cut where a snapshot needs its states."""
         together, alone = self._shared_and_alone(step.spans)
         make = partial(Batch, allocator=self.allocator, coming=coming, scores=step.scores)
-        batches: list[tuple[Sequence[Span], Batch]] = []
+        batches: Batches = []
         if together:
             batches.append((together, make(together, tables=self._tables)))
         pieces = [piece for span in alone for piece in span.pieces()]

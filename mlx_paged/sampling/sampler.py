@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -55,6 +56,19 @@ class Sampled:
     # By row, why it has no token; its entry of `tokens` is then meaningless.
     errors: dict[int, Exception] = field(default_factory=dict)
     may_be_empty: Sequence[int] = ()  # rows that have no token if their log-probability is NaN
+
+
+@dataclass(frozen=True, eq=False)
+class PendingTokens:
+    """Tokens that a running step is choosing: one for each of `requests`, ``[R]`` int32."""
+
+    requests: list[Request]
+    tokens: mx.array
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """The index of each request's token, by request id."""
+        return {request.id: row for row, request in enumerate(self.requests)}
 
 
 class Scores(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.runner.batch_tables import common_prefixes
+from mlx_paged.kv.block_tables import common_prefixes
 from tests.support.ops.paged_cases import (
     OPTIONS,
     TOLERANCE,

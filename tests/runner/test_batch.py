@@ -8,8 +8,8 @@ import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch, Layout, PendingTokens
-from mlx_paged.runner.batch_tables import BatchTables
+from mlx_paged.runner.batch import Batch, BatchTables, Layout
+from mlx_paged.sampling.sampler import PendingTokens
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span
 

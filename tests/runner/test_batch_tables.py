@@ -9,7 +9,7 @@ import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import BlockTables
-from mlx_paged.runner.batch_tables import SPARE_COLUMNS, BatchTables
+from mlx_paged.runner.batch import SPARE_COLUMNS, BatchTables
 
 BLOCK = 4
 

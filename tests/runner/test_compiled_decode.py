@@ -13,7 +13,7 @@ from mlx_paged import Engine
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.engine.service import EngineService
 from mlx_paged.runner import compiled_decode
-from mlx_paged.runner.batch_tables import column_bucket, row_bucket
+from mlx_paged.runner.batch import column_bucket, row_bucket
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_runner import ModelRunner

@@ -13,8 +13,7 @@ from mlx_paged.engine import service
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch
-from mlx_paged.runner.batch_tables import BatchTables
+from mlx_paged.runner.batch import Batch, BatchTables
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.ranks import LeadingRunner, Ranks, _shared, joined, why_whole

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
-from mlx_paged.runner.batch_tables import BatchTables
+from mlx_paged.runner.batch import BatchTables
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.cost_model import features_of
 from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mlx_paged.request import Request
-from mlx_paged.runner.batch_tables import BatchTables
+from mlx_paged.runner.batch import BatchTables
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.scheduler.step import Step
 from tests.support.simulation.fake_model import FakeLaunch, FakeRunner
