@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from mlx_paged.server import constraints
@@ -99,6 +100,7 @@ KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_cont
 LIKENESS = 0.86
 """Of a name in a message that is taken for a misspelt one of KEYS: that of "contents", but not that
 of "context"."""
+LONGEST = 24  # characters of such a name
 
 
 def parse(raw: bytes) -> Fields:
@@ -204,9 +206,8 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
         expected = f"{', '.join(ROLES)} or a key of role_mapping"
         require(isinstance(role, str) and role in roles, f"{name}.role", expected, role)
         for key in message.keys() - KEYS:  # others are the template's
-            plain = key.lower().replace("_", "")
-            near = get_close_matches(plain, [k.replace("_", "") for k in KEYS], 1, LIKENESS)
-            require(not near, f"{name}.{key}", f"a known name, such as {', '.join(KEYS)}", key)
+            is_near = len(key) <= LONGEST and _is_misspelt(key)
+            require(not is_near, f"{name}.{key}", f"a known name, such as {', '.join(KEYS)}", key)
         if role == "developer":  # OpenAI's newer name, which few templates know
             message["role"] = "system"
         has_content = "content" in message or role == "assistant"
@@ -224,6 +225,12 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
         for j, call in enumerate(calls):
             function = _function(call, f"{name}.tool_calls[{j}]")
             require_json(function.get("arguments"), f"{name}.tool_calls[{j}].function.arguments")
+
+
+@lru_cache(1000)
+def _is_misspelt(key: str) -> bool:
+    plain, *known = (name.lower().replace("_", "") for name in (key, *KEYS))
+    return bool(get_close_matches(plain, known, 1, LIKENESS))
 
 
 def _function(tool: Fields, name: str) -> Fields:
