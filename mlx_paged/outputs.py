@@ -108,6 +108,7 @@ class TokenOutput:
         top_logprobs: the ``SamplingParams.logprobs`` most likely tokens and their
             log-probabilities, best first.
         completion: None before the request's last output.
+        cached_prompt_tokens: as in :class:`Completion`.
     """
 
     request_id: int
@@ -116,11 +117,13 @@ class TokenOutput:
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
     completion: Completion | None = None
+    cached_prompt_tokens: int = 0
 
     @classmethod
     def last(cls, completion: Completion) -> "TokenOutput":
         """The last output of a request, without a token."""
-        return cls(completion.request_id, None, "", 0.0, completion=completion)
+        cached = completion.cached_prompt_tokens
+        return cls(completion.request_id, None, "", 0.0, (), completion, cached)
 
 
 def describe(error: BaseException) -> str:

@@ -207,8 +207,9 @@ class OutputProcessor:
         self._stop_ids[request.id] = self.stop_token_ids(request)
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer
-            if request.params.constraint is not None and not context:
-                # A detokenizer drops a space at the beginning, which the grammar may demand.
+            keeps_space = request.params.keep_space or request.params.constraint is not None
+            if keeps_space and not context:
+                # A detokenizer drops a space at the beginning, which a grammar may demand.
                 context = self.tokenizer.encode("x", add_special_tokens=False)
             self._texts[request.id] = TextStream(detokenizer, request.params.stop, context)
 
@@ -232,7 +233,8 @@ class OutputProcessor:
             top = tuple(pair for pair in top if pair[1] > -math.inf)  # which it allows
         if top:
             request.top_logprobs.append(top)
-        return TokenOutput(request.id, token, segment, choice.logprob, top), reason
+        told = request.id, token, segment, choice.logprob, top
+        return TokenOutput(*told, cached_prompt_tokens=request.num_cached), reason
 
     def stop_token_ids(self, request: Request) -> Collection[int]:
         own = request.params.stop_token_ids

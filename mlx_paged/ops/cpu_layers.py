@@ -201,16 +201,18 @@ def _quantized_linear(layer: Any, x: mx.array) -> mx.array:
 
 def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array, ...]:
     """The logarithms ``[R, W]`` of the softmax of ``x [R, W]``, the first index ``[R]`` int32 of
-    the largest of each row, and the largest ``[R]``. With `allowed`, x counts as -inf where bit
-    ``i % 32`` of ``allowed[r, i // 32]``, uint32, is 0; if nothing else is left, all are NaN."""
+    the largest of each row, and the logarithm ``[R, 1]`` float32 of the sum of each row's exp. With
+    `allowed`, x counts as -inf where bit ``i % 32`` of ``allowed[r, i // 32]``, uint32, is 0; if
+    nothing else is left, all are NaN."""
     kept = x if allowed is None else _ext.layers.mask(x, allowed)
     if x.dtype not in _DTYPES or mx.default_device() != mx.cpu:
-        logs = kept - mx.logsumexp(kept, axis=-1, keepdims=True)
-        best = mx.argmax(logs, axis=-1).astype(mx.int32)
-        return logs, best, mx.take_along_axis(logs, best[:, None], axis=-1)[:, 0]
-    found = _ext.layers.likeliest(x, allowed)
-    total, best = found[:, :1].astype(x.dtype), found[:, 1].astype(mx.int32)
-    largest = mx.take_along_axis(x, best[:, None], axis=-1) - total
+        total = mx.logsumexp(kept.astype(mx.float32), axis=-1, keepdims=True)
+        logs = kept - total.astype(x.dtype)
+        best = mx.argmax(logs, axis=-1)
+    else:
+        found = _ext.layers.likeliest(x, allowed)
+        total, best = found[:, :1], found[:, 1]
+        logs = kept - total.astype(x.dtype)
     if allowed is not None:  # if nothing is allowed, x there may be finite
-        largest = mx.where(total > -mx.inf, largest, mx.nan)
-    return kept - total, best, largest[:, 0]
+        total = mx.where(total > -mx.inf, total, mx.nan)
+    return logs, best.astype(mx.int32), total

@@ -210,9 +210,9 @@ class CompiledDecode:
             if traces.count != count:
                 ops.set_fusion(True)
                 traces.seconds += time.perf_counter() - started
-        logits, distributions, tokens, logprobs, *handles = found
+        logits, distributions, tokens, totals, *handles = found
         pool.replace_handles(handles)
-        return Scores(logits, distributions, tokens, logprobs)
+        return Scores(logits, distributions, tokens, totals)
 
     def _traced(self, arrays: Arrays, handles: Arrays, state: dict[str, Any]) -> Arrays:
         """Scores and new handles. ``mx.compile`` calls this for each trace; where the user disabled

@@ -77,13 +77,12 @@ class Scores(NamedTuple):
     logits: mx.array
     distributions: mx.array  # as of `Sampled`
     tokens: mx.array  # the most likely ones, [R] int32
-    logprobs: mx.array  # of these, [R] float32
+    totals: mx.array  # logarithms of the sums of exp(logits), [R, 1] float32
 
     @classmethod
     def of(cls, logits: mx.array, allowed: mx.array | None = None) -> "Scores":
         """Of the tokens that the words ``[R, ceil(vocab / 32)]`` uint32 allow; None: of all."""
-        distributions, tokens, logprobs = log_softmax(logits, allowed)
-        return cls(logits, distributions, tokens, logprobs.astype(mx.float32))
+        return cls(logits, *log_softmax(logits, allowed))
 
 
 class Sampler:
@@ -143,21 +142,22 @@ class Sampler:
             samplers = {row: each for row, each in samplers.items() if not _is_forced(words[row])}
         if allowed is not None or scores is None or scores.logits is not logits:
             scores = Scores.of(logits, allowed)
-        _, logprobs, tokens, chosen = scores
+        _, logprobs, tokens, totals = scores
         if rows.drawn is not None:
             tokens = _choose(tokens, logprobs, rows.drawn, lengths)
         if samplers:
             tokens = _choose_by_callers(tokens, logprobs, samplers, errors)
-        if tokens is not scores.tokens:
-            chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
-            chosen = chosen.flatten().astype(mx.float32)
+        # What is told has float32's precision; what chooses has that of the logits, as in mlx-lm.
+        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1).astype(mx.float32) - totals
         tops: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
         if rows.reported is not None:
             shape = (len(logprobs), rows.num_reported)
-            found = most_likely(rows.reported.take(logprobs), rows.num_reported)
+            told, sums, kept = (rows.reported.take(each) for each in (logits, totals, logprobs))
+            told = mx.where(kept > -mx.inf, told.astype(mx.float32) - sums, -mx.inf)
+            found = most_likely(told, rows.num_reported)
             none = mx.zeros(shape, mx.int32), mx.full(shape, -mx.inf)
             tops = rows.reported.put(none[0], found[0]), rows.reported.put(none[1], found[1])
-        return Sampled(tokens, chosen, logprobs, tops[0], tops[1], errors, rows.may_be_empty)
+        return Sampled(tokens, chosen[:, 0], logprobs, tops[0], tops[1], errors, rows.may_be_empty)
 
     def _compose(self, requests: Sequence[Request], vocab: int, drafts: Drafts = NO_DRAFTS) -> None:
         rows = self._rows = SamplingRows(requests, vocab)

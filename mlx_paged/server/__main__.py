@@ -53,14 +53,15 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
 
     args.model = args.model or str(demo_model_path())
     models = Models(args)
+    server = Server(args, models)
     try:
         models.start()
-        server = Server(args, models)
+        server.listener.listen(2048)
         if args.api_key is None and not ip_address(server.address[0]).is_loopback:
             logging.warning("%s is open to others: consider --api-key", args.host)
         yield server
-        server.listener.close()
     finally:
+        server.listener.close()
         models.close()
 
 

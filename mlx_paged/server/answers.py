@@ -21,16 +21,17 @@ from starlette.types import Receive, Scope, Send
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import TokenOutput
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.server import prompts, thinking
 from mlx_paged.server.choices import CompletionChoice, Delta
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal, refusing
-from mlx_paged.server.request_log import record_of
+from mlx_paged.server.request_log import GONE, record_of
 
 COMMENT_AFTER_S = 0.08
+PATIENCE_S = 10.0  # for a prompt to be read: a comment begins the stream, and hides the status
 COMMENT_EVERY_S = 1.0
 COMMENT = b": waiting for the first token\n\n"
 STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -47,6 +48,7 @@ class Answer:
     threads: Executor | None  # that encode the prompt; None: those of the event loop
     failure: str = ""  # of a stream that ended badly
     first_seconds: float | None = None  # from the arrival to the first token
+    submitted: asyncio.Event = field(default_factory=asyncio.Event)  # what it asks for can be done
     ignored: list[str] = field(default_factory=list)  # fields without effect
     prompts: list[Prompt] = field(default_factory=list)
     choices: list[CompletionChoice] = field(default_factory=list)
@@ -63,7 +65,8 @@ class Answer:
         self.ignored += names
         if names and self.state.args.strict_fields:
             unknown = ", ".join(names)
-            raise Refusal(400, f"{unknown}: unknown, expected only known fields"[:1000])
+            message = f"{unknown}: unknown, expected only known fields"[:1000]
+            raise Refusal(400, message, param=names[0])
         for name in set(names) - self.state.seen:
             if len(self.state.seen) < 1000:
                 self.state.seen.add(name)
@@ -91,8 +94,10 @@ class Answer:
         try:
             await work
         except asyncio.CancelledError:
-            who = "the server was stopped" if self.state.forced else "the client disconnected"
-            record.reason = f"{who} before the end of its answer"
+            record.reason = "the client disconnected before the end of its answer"
+            if self.state.forced:
+                record.reason = "the server was stopped before the end of its answer"
+                record.status = record.status if record.status != GONE else 503
         finally:
             gone.cancel()
             record.reason = record.reason or self.failure
@@ -137,7 +142,9 @@ class Answer:
             await send({"type": "http.response.body", "body": body, "more_body": more_body})
 
         async def comment() -> None:
-            await asyncio.sleep(COMMENT_AFTER_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.submitted.wait(), PATIENCE_S)
+            await asyncio.sleep(self.arrived + COMMENT_AFTER_S - time.monotonic())
             while True:
                 await write(COMMENT)
                 await asyncio.sleep(COMMENT_EVERY_S)
@@ -182,13 +189,15 @@ class Answer:
         count = fields["best_of"] * len(fields.get("prompt", [0]))
         async with self.state.models.use(self.path, count) as model:
             self.ignore(thinking.template_args(model, fields)[1])
-            with refusing(self.names):
+            source = self.names.get(fields["constrained_by"], fields["constrained_by"])
+            with refusing({**self.names, **dict.fromkeys(GRAMMARS, source)}):
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
                 for each in params:
                     if each.constraint is not None:  # in one thread: others keep theirs
                         await run(self.state.compiles, model.service.compile, each)
                 tickets = await asyncio.to_thread(self._submit, model, params)
+            self.submitted.set()
             self.choices = [
                 CompletionChoice(index, model, fields, self.prompts[index // fields["best_of"]])
                 for index in range(count)

@@ -61,10 +61,12 @@ class CompletionChoice:
         self.index = index
         self.num_tokens = 0  # tokens until the end of the choice
         self.num_thoughts = 0  # those of them that are reasoning
+        self.num_cached = 0  # prompt tokens that were found in the prefix cache
         self.is_cut = False  # it has ended before its completion, which is to be aborted
         self.completion: Completion | None = None  # None until the last token
         self._fields = fields
-        self._tokenizer = tokenizer = model.tokenizer
+        self._service, self._tokenizer = model.service, model.tokenizer
+        tokenizer = model.tokenizer
         tools = fields.get("tools") or None
         self._parse = ToolCallFormatter(tokenizer.tool_parser, tools, fields["stream"])
         self._state = model.machines[tools is not None].make_state(prompt.state)
@@ -103,16 +105,13 @@ class CompletionChoice:
             return None
         if self.completion.error is not None:
             return Refusal(500, f"the completion failed: {self.completion.error}")
-        return Refusal(503, "the completion was taken back: the server stops, or gave it up")
+        runs = self._service.is_running
+        why = "the client reads too slowly" if runs else "the server is stopping"
+        return Refusal(503, f"the answer ended early: {why}")
 
     @property
     def mean_logprob(self) -> float:
         return fmean((self.completion and self.completion.logprobs) or (0.0,))
-
-    @property
-    def num_cached(self) -> int:
-        """Prompt tokens that were found in the prefix cache."""
-        return 0 if self.completion is None else self.completion.cached_prompt_tokens
 
     def add(self, output: TokenOutput) -> Delta:
         """Add a token. Returns the text and the tool calls that are complete now."""
@@ -120,7 +119,7 @@ class CompletionChoice:
         if self._fields["max_tokens"] == 0 and output.token is not None and output.completion:
             ended = replace(output.completion, finish_reason=FinishReason.LENGTH)
             output = TokenOutput.last(ended)  # without the token, which the engine needs to end
-        self.completion = output.completion
+        self.completion, self.num_cached = output.completion, output.cached_prompt_tokens
         if self.is_cut:  # tokens that were computed before the abort
             return delta
         self.num_tokens += output.token is not None
@@ -158,7 +157,9 @@ class CompletionChoice:
                 return entry
             return entry | {"prompt_logprobs": self._as_in_vllm(self.completion, asked)}
         is_part = self._fields["stream"]
-        message: dict[str, Any] = {"role": "assistant"} | ({} if is_part else {"content": None})
+        message: dict[str, Any] = {"role": "assistant"}
+        if not is_part:
+            message["content"] = None if delta.tool_calls else ""
         parts = {
             "content": delta.text,
             "reasoning": delta.reasoning,

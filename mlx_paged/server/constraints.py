@@ -19,8 +19,8 @@ JSON_CALLS = {
 of a format without an end. A call itself is a JSON object with "name" and "arguments"."""
 
 
-def of_fields(body: Mapping[str, Any]) -> Options:
-    """The option that the fields of a body for structured outputs ask for.
+def of_fields(body: Mapping[str, Any]) -> tuple[str, Options]:
+    """The field for structured outputs that a body has, and the option that it asks for.
 
     Raises:
         ValueError: several are given, or one of a wrong form.
@@ -45,8 +45,8 @@ def of_fields(body: Mapping[str, Any]) -> Options:
         (name, _option(name, kind, value)) for name, kind, value in given if value is not None
     ]
     if len(found) > 1:
-        raise ValueError(f"{' and '.join(name for name, _ in found)}: expected one of them")
-    return found[0][1] if found else NOTHING
+        raise ValueError(f"{found[1][0]}: expected nothing beside {found[0][0]}")
+    return found[0] if found else ("", NOTHING)
 
 
 def _option(name: str, kind: str, value: Any) -> Options:
@@ -66,6 +66,15 @@ def require(condition: object, name: str, expected: str, value: object) -> None:
     """Raise ValueError, which names the field, unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")
+
+
+def require_json(text: Any, name: str) -> None:
+    """Raise ValueError, which names the field, unless `text` is JSON, empty or an object."""
+    try:
+        require(isinstance(text, str | dict | None), name, "JSON", text)
+        json.loads(text if text and isinstance(text, str) else "{}")
+    except ValueError as error:
+        raise ValueError(f"{name}: expected JSON, got {str(text)[-80:]!r} at its end") from error
 
 
 KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "grammar"}
@@ -127,7 +136,7 @@ def after_reasoning(tokenizer: Any, options: Options) -> Options:
         thought = f"thought[suffix={json.dumps(end)}]: /(.|\\n)*/"
     else:
         thought = f"thought: /(.|\\n)*/ {_literal(end, tokens)}"
-    return {"grammar": f"start: thought /\\s*/ {answer}\n{thought}"}
+    return {"grammar": f"start: thought /\\s{{0,4}}/ {answer}\n{thought}"}
 
 
 def _json_rule(schema: Any) -> str:

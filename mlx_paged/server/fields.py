@@ -66,6 +66,9 @@ ASIDE: dict[str, tuple[Any, ...]] = {
 CONSTRAINTS = {"response_format", "structured_outputs", *(f"guided_{k}" for k in constraints.KINDS)}
 """Fields that :func:`constraints.of_fields` reads."""
 
+RANGES = {"seed": (-(2**63), 2**64 - 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
+"""OpenAI's ranges of fields that :data:`SAMPLING` has, and what mlx-lm takes as a seed."""
+
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
 USAGE = ("include_usage", "continuous_usage_stats")

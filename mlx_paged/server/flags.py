@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from mlx_lm.utils import _parse_size
@@ -26,6 +27,15 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text!r}") from None
 
 
+def _template(text: str) -> str:
+    """An argument type: a chat template, or a file that has one; every template has a brace."""
+    try:
+        return text if "{" in text or not text else Path(text).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        expected = f"expected a template or a file that has one, got {text!r}: {error}"
+        raise argparse.ArgumentTypeError(expected) from None
+
+
 SECONDS = number(float, 0, 1e9, "a number of seconds")
 PORT = number(int, 0, 65535, "a port")
 MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
@@ -42,7 +52,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--served-model-name", _names, None, "NAMES", "names of it in requests, with commas"),
         ("--max-models", COUNT_OR_NONE, 1, "N", "models in memory; 0: requests load no other one"),
         ("--idle-seconds", SECONDS, None, "S", "unload a model after this time without requests"),
-        ("--chat-template", str, "", "TEMPLATE", "replaces the tokenizer's own"),
+        ("--chat-template", _template, "", "TEMPLATE", "or a file; replaces the tokenizer's own"),
         ("--use-default-chat-template", SWITCH, False, "", "if the tokenizer has no template"),
         ("--chat-template-args", json.loads, "{}", "JSON", "arguments of the template"),
     ),

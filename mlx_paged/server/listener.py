@@ -51,8 +51,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Listens on `address`, host and port, from its construction on. Raises ValueError if it
-    cannot, OSError if a file of TLS cannot be read."""
+    """Has `address`, host and port, from its construction on; nobody listens there yet. Raises
+    ValueError if it cannot have it, OSError if a file of TLS cannot be read."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.models = models
@@ -77,9 +77,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         here = args.host, args.port
+        self.listener = socket.socket(family)
         try:
-            self.listener = socket.create_server(here, family=family, backlog=2048)
+            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.listener.bind(here)
         except OSError as error:
+            self.listener.close()
             why = str(error.strerror).partition(" (while")[0]
             expected = "an address of this machine and a free port; --port 0 takes one"
             given = "--host {} --port {}".format(*here)

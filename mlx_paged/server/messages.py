@@ -10,8 +10,8 @@ from mlx_paged.server.request_body import ContextExceeded, Refusal
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 NAMES = {"reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens"}
-NAMES |= {"enable_thinking": "thinking.type"}
-"""How fields of chat completions about thinking are called here."""
+NAMES |= {"enable_thinking": "thinking.type", "response_format": "output_config.format"}
+"""How fields of chat completions are called here."""
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 KINDS |= {413: "request_too_large", 503: "overloaded_error"}
@@ -57,14 +57,14 @@ def as_chat(body: Fields, counts: bool) -> Fields:
     if not counts and body.get("max_tokens") is None:
         raise ValueError("max_tokens: expected an integer >= 1, got nothing")
     messages = objects(body.get("messages"), "messages")
-    turns = (turn for message in messages for turn in _turns(message))
+    turns = (turn for i, message in enumerate(messages) for turn in _turns(message, i))
     chat["messages"] = folded(_system(body.get("system")), turns)
     if [turn["role"] for turn in chat["messages"][-1:]] == ["assistant"]:
         chat["continue_final_message"] = True
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in objects(body["tools"], "tools")]
+    tools, ignored = client_tools(body.get("tools"), "custom")
+    chat |= ignored | {"tools": [_tool(tool) for tool in tools]}
     choice = body.get("tool_choice") or {}
     require(isinstance(choice, dict), "tool_choice", "an object", choice)
     if choice.get("disable_parallel_tool_use"):
@@ -108,9 +108,20 @@ def objects(value: Any, name: str) -> list[dict[str, Any]]:
     return list(value)
 
 
+def client_tools(tools: Any, own: str) -> tuple[list[dict[str, Any]], Fields]:
+    """The tools of the type `own`, which the client runs, and fields that name the others, which
+    nobody would run: they are ignored beside the former. Raises ValueError without one of these."""
+    given = objects(tools, "tools") if tools else []
+    others = {f"tools.{t['type']!s:.80}": True for t in given if t.get("type", own) != own}
+    for i, tool in enumerate(given):
+        is_named = tool.get("type", own) != own or isinstance(tool.get("name"), str)
+        require(is_named, f"tools[{i}].name", "a text", tool.get("name"))
+    kept = [tool for tool in given if tool.get("type", own) == own]
+    require(kept or not given, "tools", f"one of the type {own}, which the client runs", [*others])
+    return kept, others
+
+
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    kind = tool.get("type", "custom")
-    require(kind == "custom", "tools", "tools of the client", kind)
     function = {"name": tool.get("name"), "description": tool.get("description", "")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 
@@ -152,27 +163,29 @@ def folded(system: str, turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     return chat
 
 
-def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     """A message as messages of a chat: each tool result is one of its own."""
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise ValueError(f"messages: expected the role user, assistant or system, got {role!r:.80}")
+    role, content, name = message.get("role"), message.get("content"), f"messages[{index}].content"
+    is_role = role in ("user", "assistant", "system")
+    require(is_role, f"messages[{index}].role", "user, assistant or system", role)
+    require(isinstance(content, str | list), name, "text or a list of blocks", content)
     is_blocks = isinstance(content, list)
-    blocks = objects(content, "content") if is_blocks else [{"type": "text", "text": content}]
+    blocks = objects(content, name) if is_blocks else [{"type": "text", "text": content}]
     texts, calls, thoughts = list[str](), list[Fields](), dict[str, Any]()
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             failed = "Error: " if block.get("is_error") else ""
-            result = failed + text_of(block.get("content"), "tool_result")
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+            result, answers = failed + text_of(block.get("content"), name), block.get("tool_use_id")
+            require(isinstance(answers, str), f"{name}.tool_use_id", "the id of a call", answers)
+            yield {"role": "tool", "tool_call_id": answers, "content": result}
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             thoughts["reasoning_content"] = str(block.get("thinking"))
         elif kind != "redacted_thinking" or role != "assistant":
-            texts.append(text_of([block], "messages"))
+            texts.append(text_of([block], name))
     if texts or calls:
         more = thoughts | ({"tool_calls": calls} if calls else {})
         yield {"role": role, "content": "".join(texts)} | more

@@ -5,6 +5,7 @@ import asyncio
 import gc
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -43,8 +44,7 @@ class Model:
     service: EngineService
     machines: dict[bool, TextStateMachine]  # find reasoning and, under True, also tool calls
     xtc_special_tokens: frozenset[int]
-    max_context: int | None  # tokens of prompt and completion; None: as many as the pool holds
-    max_prompt: int  # tokens; a longer prompt cannot fit
+    max_context: int  # tokens of prompt and completion: the model's, or what the pool can serve
     longest_token: int  # bytes
     abilities: Abilities  # of its chat template
     taken: int = 0  # completions that run or wait
@@ -100,8 +100,8 @@ class Models:
                 return snapshot_download(name, local_files_only=True)
         served = ", ".join([*self.names, "default_model"])
         others = " or a model in Hugging Face's cache" if self.args.max_models else ""
-        expected = f"expected {served}{others}"
-        raise Refusal(404, f"model {name!r} is not served here: {expected}", "model_not_found")
+        message = f"model {name!r} is not served here: expected {served}{others}"
+        raise Refusal(404, message, "model_not_found", "model")
 
     def listed(self) -> list[str]:
         """Names that a request may give: of the default model, of models in the hub's cache."""
@@ -148,7 +148,7 @@ class Models:
         try:
             model = await _in_own_thread(_make, path, self.args, most - len(self.loaded))
         except ValueError as error:
-            raise Refusal(404, str(error), "model_not_found") from error
+            raise Refusal(404, str(error), "model_not_found", "model") from error
         self.loaded[path] = model
         return model
 
@@ -185,6 +185,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
             tokenizer.has_chat_template = True
     except Exception as error:
         raise ValueError(f"model {path}: {describe(error)}") from error
+    abilities = tried(tokenizer)
     options = engine_options(args)
     if options["kv_memory"] is not None:
         options["kv_memory"] //= max(1, args.max_models)
@@ -193,10 +194,16 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     engine = Engine(model, tokenizer, prewarm=None, **options)
     logging.info("%s: %s", path, engine.memory_budget.line)
     engine.grammars.warm_up()
-    positions = args.max_context or _positions(config)
-    room = min(positions or 1 << 62, engine.manager.allocator.num_blocks * args.kv_block_size)
+    own, allocator = _positions(config), engine.manager.allocator
+    wanted = args.max_context or own
+    if wanted and own and wanted > own:
+        logging.warning("--max-context is %d, but %s has %d positions", wanted, path, own)
+    # The last token needs no K/V.
+    tokens = range(wanted or 1 << 40)
+    room = bisect_right(tokens, allocator.num_blocks, key=allocator.max_blocks)
+    if wanted and room < wanted:
+        logging.warning("%s: the KV pool has room for %d of %d tokens", path, room, wanted)
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
-    abilities = tried(tokenizer)
     if abilities.tools_problem:
         logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
     newline = tokenizer.encode("\n", add_special_tokens=False)
@@ -206,8 +213,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         service=EngineService(engine).start(),
         machines={tools: _machine(tokenizer, tools) for tools in (False, True)},
         xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
-        max_context=positions,
-        max_prompt=room,
+        max_context=room,
         longest_token=longest,
         abilities=abilities,
     )

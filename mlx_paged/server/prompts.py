@@ -60,8 +60,7 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
     stop_ids, least = frozenset(fields["stop_token_ids"]), fields["min_tokens"]
     num_prompt, most = len(prompt.tokens), fields["max_tokens"]
     if most is None:
-        room = (model.max_context or num_prompt + args.max_tokens) - num_prompt
-        most = max(least, min(args.max_tokens, room), 1)
+        most = max(least, min(args.max_tokens, model.max_context - num_prompt), 1)
     _check_context(model, fields, num_prompt, most)
     ends = stop_ids.union(() if fields.get("ignore_eos") else model.tokenizer.eos_token_ids)
 
@@ -84,6 +83,7 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
         xtc_special_tokens=model.xtc_special_tokens,
         logit_bias=fields["logit_bias"],
         logprobs=fields["top_logprobs"],
+        keep_space=fields.get("continue_final_message", True),
         stop_token_ids=stop_ids,
         logits_processors=tuple(processors),
         **options,
@@ -105,13 +105,13 @@ def _num_new(fields: Fields) -> int:
 
 
 def _check_context(model: Model, fields: Fields, num_prompt: int, num_new: int) -> None:
-    if model.max_context is not None and num_prompt + num_new > model.max_context:
-        raise ContextExceeded(num_prompt, num_new, model.max_context, _source(fields))
-
-
-def _source(fields: Fields) -> str:
-    """The field that has the prompt."""
-    return "messages" if "messages" in fields else "prompt"
+    """Raise ContextExceeded, which names the field that is too large, if they do not fit."""
+    if num_prompt + num_new <= model.max_context:
+        return
+    param = "messages" if "messages" in fields else "prompt"
+    if num_prompt < model.max_context:
+        param = "max_completion_tokens" if fields["max_completion_tokens"] else "max_tokens"
+    raise ContextExceeded(num_prompt, num_new, model.max_context, param)
 
 
 def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
@@ -124,9 +124,8 @@ def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
 def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int]:
     """Token ids of a text, if its bytes can fit. Other threads run while they are computed."""
     num_bytes = len(text.encode())
-    if num_bytes > model.max_prompt * model.longest_token:
-        fewest = ceil(num_bytes / model.longest_token)
-        raise ContextExceeded(fewest, _num_new(fields), model.max_prompt, _source(fields))
+    if num_bytes > model.max_context * model.longest_token:
+        _check_context(model, fields, ceil(num_bytes / model.longest_token), _num_new(fields))
     tokens = list(model.tokenizer.encode(text, **options))
     _check_context(model, fields, len(tokens), _num_new(fields))
     return tokens

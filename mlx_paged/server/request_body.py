@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 from mlx_paged.server import constraints
-from mlx_paged.server.constraints import require
+from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import (
     ASIDE,
     BOTH,
@@ -15,6 +17,7 @@ from mlx_paged.server.fields import (
     CONSTRAINTS,
     LABELS,
     ONLY,
+    RANGES,
     SAMPLING,
     TEXT,
     Fields,
@@ -27,11 +30,13 @@ from mlx_paged.server.fields import (
 class Refusal(Exception):
     """The answer to a request that gets no completion, or an event in a stream that ends badly."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
-        self.param: str | None = None  # the field that is wrong; None: the message may name it
+        self.param = param  # the field that is wrong; None: the message may name it
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -47,7 +52,7 @@ class ContextExceeded(Refusal):
         num_prompt: tokens of the prompt, or the fewest that it can have.
         num_new: tokens that are asked for.
         limit: tokens that both may have.
-        param: the field that has the prompt.
+        param: the field that is too large.
     """
 
     def __init__(self, num_prompt: int, num_new: int, limit: int, param: str) -> None:
@@ -57,9 +62,9 @@ class ContextExceeded(Refusal):
             f" {num_prompt + num_new} tokens ({num_prompt} in the messages, {num_new} in the"
             " completion). Please reduce the length of the messages or completion.",
             "context_length_exceeded",
+            param,
         )
         self.num_prompt, self.num_new, self.limit = num_prompt, num_new, limit
-        self.param = param
 
 
 @contextmanager
@@ -82,12 +87,20 @@ def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
         raise Refusal(503, str(error)) from error
 
 
-NAMED = re.compile(r"(?:\[\w+\] )?([\w.]+)(?::| is | has | names )")
+NAMED = re.compile(r"(?:\[\w+\] )?(\w[\w.\[\]]*)(?::| is | has | names )")
 """How messages name the field that is wrong."""
 
 
 def _is_known(name: str) -> bool:
-    return name.startswith("guided_") or name.partition(".")[0] in all_fields()
+    return name.startswith("guided_") or re.split(r"[.\[]", name)[0] in all_fields()
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+LIKENESS = 0.86
+"""Of a name in a message that is taken for a misspelt one of KEYS: that of "contents", but not that
+of "context"."""
+LONGEST = 24  # characters of such a name
 
 
 def parse(raw: bytes) -> Fields:
@@ -103,7 +116,8 @@ def parse(raw: bytes) -> Fields:
 
 def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
     """The known fields with defaults for missing ones, and the names of fields that are ignored.
-    `constraint` becomes what the text must follow, as an option of SamplingParams; `must_call`
+    `constraint` becomes what the text must follow, as an option of SamplingParams, `constrained_by`
+    the name of the field that asks for it; `must_call`
     whether a tool must be called, and `tool_name` which one, or None; `prompt` a list of texts and
     lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` whether entries
     are wanted, `best_of` how many are generated. Fields of SAMPLING have no default. Raises
@@ -122,7 +136,7 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
             fields[name] = value
         elif name not in ONLY and value not in ASIDE.get(name, ()):
             unknown.append(name)
-    fields["constraint"] = constraints.of_fields(body)
+    fields["constrained_by"], fields["constraint"] = constraints.of_fields(body)
     _adapt(fields, max_samples)
     return fields, sorted(unknown)
 
@@ -137,10 +151,16 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     fields["max_tokens"] = fields["max_completion_tokens"] or fields["max_tokens"]
     most = fields["max_tokens"] or fields["min_tokens"]
     require(fields["min_tokens"] <= most, "min_tokens", "at most max_tokens", fields["min_tokens"])
+    for name, (low, high) in RANGES.items():
+        value = fields.get(name, 0)
+        is_number = isinstance(value, int | float)  # SamplingParams refuses other things
+        require(not is_number or low <= value <= high, name, f"from {low} to {high}", value)
     try:
         fields["logit_bias"] = {int(key): float(x) for key, x in fields["logit_bias"].items()}
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         raise ValueError("logit_bias: expected numbers by token id") from None
+    largest = max(map(abs, fields["logit_bias"].values()), default=0)
+    require(largest <= 100, "logit_bias", "numbers from -100 to 100", largest)
     if not isinstance(fields["logprobs"], bool):  # the number in requests for texts
         fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
     fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0
@@ -148,7 +168,8 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     is_free = not fields["constraint"] or not fields["min_tokens"]
     require(is_free, "min_tokens", "nothing beside a grammar", fields["min_tokens"])
     if "messages" in fields:
-        _check_messages(fields["messages"])
+        require(fields["messages"], "messages", "a list that is not empty", fields["messages"])
+        _check_messages(fields["messages"], {*ROLES, *fields["role_mapping"]})
         is_one = not (fields["continue_final_message"] and fields["add_generation_prompt"])
         require(is_one, "add_generation_prompt", "false beside continue_final_message", True)
         return
@@ -165,24 +186,56 @@ def _adapt(fields: Fields, max_samples: int) -> None:
 
 def _adapt_tools(fields: Fields) -> None:
     choice = fields.get("tool_choice", "none")
+    for i, tool in enumerate(fields.get("tools", ())):
+        kind = tool.get("type", "function")
+        require(kind == "function", f"tools[{i}].type", "function", kind)
+        _function(tool, f"tools[{i}]")
     if choice == "none":
         fields["tools"] = []
     fields["tool_name"] = named_tool(choice)
     fields["must_call"] = must_call = choice not in ("auto", "none")
+    fields["constrained_by"] = "tools" if must_call else fields["constrained_by"]
     require(not must_call or fields["tools"], "tool_choice", "auto without tools", choice)
     is_one = not (must_call and (fields["constraint"] or fields["min_tokens"]))
     require(is_one, "tool_choice", "auto beside a grammar or min_tokens", choice)
 
 
-def _check_messages(messages: Any) -> None:
-    require(messages, "messages", "a list that is not empty", messages)
-    for message in messages:
-        has_role = isinstance(message.get("role"), str)
-        require(has_role, "messages", "objects with a role", message)
-        if message["role"] == "developer":  # OpenAI's newer name, which few templates know
+def _check_messages(messages: list[Fields], roles: set[str]) -> None:
+    for i, message in enumerate(messages):
+        name, role = f"messages[{i}]", message.get("role")
+        expected = f"{', '.join(ROLES)} or a key of role_mapping"
+        require(isinstance(role, str) and role in roles, f"{name}.role", expected, role)
+        for key in message.keys() - KEYS:  # others are the template's
+            is_near = len(key) <= LONGEST and _is_misspelt(key)
+            require(not is_near, f"{name}.{key}", f"a known name, such as {', '.join(KEYS)}", key)
+        if role == "developer":  # OpenAI's newer name, which few templates know
             message["role"] = "system"
-        content = message.get("content", "")
+        has_content = "content" in message or role == "assistant"
+        require(has_content, f"{name}.content", "text", "nothing")
+        content = message.get("content")
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             is_text = isinstance(part, dict) and part.get("type") == "text"
             is_text = is_text and isinstance(part.get("text"), str | None)
-            require(is_text, "messages", "content that is text", part)
+            require(is_text, f"{name}.content", "text", part)
+        answers = message.get("tool_call_id")
+        is_answer = role != "tool" or isinstance(answers, str)
+        require(is_answer, f"{name}.tool_call_id", "the id of a call", answers)
+        calls = message.get("tool_calls") or []
+        require(is_list(dict, calls), f"{name}.tool_calls", "a list of objects", calls)
+        for j, call in enumerate(calls):
+            function = _function(call, f"{name}.tool_calls[{j}]")
+            require_json(function.get("arguments"), f"{name}.tool_calls[{j}].function.arguments")
+
+
+@lru_cache(1000)
+def _is_misspelt(key: str) -> bool:
+    plain, *known = (name.lower().replace("_", "") for name in (key, *KEYS))
+    return bool(get_close_matches(plain, known, 1, LIKENESS))
+
+
+def _function(tool: Fields, name: str) -> Fields:
+    """The function of a tool, or of a call. Raises ValueError, which names it, if it has none."""
+    function = tool.get("function")
+    is_function = isinstance(function, dict) and isinstance(function.get("name"), str)
+    require(is_function, f"{name}.function", "an object with a name", function or tool)
+    return dict(function or {})

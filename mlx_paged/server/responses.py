@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from mlx_paged.server.constraints import require
+from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import OWN, Fields
-from mlx_paged.server.messages import event, folded, objects, text_of
+from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
 from mlx_paged.server.request_body import Refusal
 
 PATH = "/v1/responses"
@@ -75,15 +75,12 @@ def _format(body: Fields) -> Fields:
 
 def _tools(body: Fields) -> Fields:
     """Functions are offered to the model; tools of other kinds, which run elsewhere, are not."""
-    chat: Fields = {"tools": []}
-    for tool in objects(body["tools"], "tools") if body.get("tools") else ():
-        if tool.get("type") == "function":
-            function = {k: tool[k] for k in ("name", "description", "parameters") if k in tool}
-            chat["tools"].append({"type": "function", "function": function})
-            if tool.get("strict"):
-                chat["tools.strict"] = True
-        else:
-            chat[f"tools.{tool.get('type')}"] = True
+    tools, chat = client_tools(body.get("tools"), "function")
+    own = "name", "description", "parameters"
+    functions = [{k: tool[k] for k in own if k in tool} for tool in tools]
+    chat["tools"] = [{"type": "function", "function": function} for function in functions]
+    if any(tool.get("strict") for tool in tools):
+        chat["tools.strict"] = True
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
@@ -104,33 +101,38 @@ def _text(content: Any, name: str) -> str:
 def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The items as messages of a chat: what the assistant thinks, says and calls is one message."""
     said, empty = dict[str, Any](), {"role": "assistant", "content": ""}
-    for item in items:
-        kind, role = item.get("type", "message"), item.get("role")
+    for i, item in enumerate(items):
+        kind, role, name = item.get("type", "message"), item.get("role"), f"input[{i}]"
         is_said = kind in ("reasoning", "function_call") or (kind, role) == ("message", "assistant")
         ends = {"message": ("content",), "reasoning": ("content", "tool_calls")}
         if said and (not is_said or any(said.get(name) for name in ends.get(kind, ()))):
             yield empty | said
             said = {}
         if kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            require_json(item.get("arguments"), f"{name}.arguments")
+            require(isinstance(item.get("name"), str), f"{name}.name", "a text", item.get("name"))
+            function = {"name": item["name"], "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
         elif kind == "reasoning":
             sealed = str(item.get("encrypted_content") or "")
             own = sealed.removeprefix(SEAL) if sealed.startswith(SEAL) else ""
-            if thought := _text(item.get("content"), "input") or own:
+            if thought := _text(item.get("content"), f"{name}.content") or own:
                 said["reasoning_content"] = thought
         elif kind == "function_call_output":
-            result = _text(item.get("output"), "input")
-            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": result}
+            result = _text(item.get("output"), f"{name}.output")
+            answers = item.get("call_id")
+            require(isinstance(answers, str), f"{name}.call_id", "the id of a call", answers)
+            yield {"role": "tool", "tool_call_id": answers, "content": result}
         elif kind == "message" and role == "assistant":
-            said["content"] = _text(item.get("content"), "input")
+            said["content"] = _text(item.get("content"), f"{name}.content")
         else:
             expected = "messages, reasoning, function_call or function_call_output"
-            require(kind == "message", "input", expected, kind)
+            require(kind == "message", f"{name}.type", expected, kind)
             roles = {"user": "user", "system": "system", "developer": "system"}
-            require(role in roles, "input", f"the role assistant, {', '.join(roles)}", role)
-            yield {"role": roles[str(role)], "content": _text(item.get("content"), "input")}
+            require(role in roles, f"{name}.role", f"assistant, {', '.join(roles)}", role)
+            content = _text(item.get("content"), f"{name}.content")
+            yield {"role": roles[str(role)], "content": content}
     if said:
         yield empty | said
 

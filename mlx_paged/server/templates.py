@@ -3,6 +3,7 @@
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
+from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -32,9 +33,15 @@ class Abilities(NamedTuple):
 
 
 def tried(tokenizer: TokenizerWrapper) -> Abilities:
-    """What the template of `tokenizer` does with arguments and tools."""
+    """What the template of `tokenizer` does with arguments and tools. Raises ValueError if it is
+    no template."""
     if not tokenizer.has_chat_template:
         return Abilities()
+    try:
+        _render(tokenizer, ASK)
+    except Exception as error:  # it may also refuse this chat
+        if isinstance(error, TemplateSyntaxError):
+            raise ValueError(f"chat template: line {error.lineno}: {error.message}") from error
     switches = ("enable_thinking", "thinking")
     return Abilities(
         next((name for name in switches if _reacts(tokenizer, name, True, False)), None),

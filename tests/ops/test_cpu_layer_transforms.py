@@ -42,8 +42,8 @@ MASK = mx.array([[*[0, 0, 0, 0, 1, 1, 1, 1] * 4, 1, 0, 1, *[0] * 35], [1] * 3 + 
 
 
 def likeliest(x: mx.array) -> mx.array:
-    total = mx.logsumexp(x, -1, keepdims=True)
-    index = mx.argmax(x - total, -1, keepdims=True).astype(mx.float32)
+    total = mx.logsumexp(x.astype(mx.float32), -1, keepdims=True)
+    index = mx.argmax(x - total.astype(x.dtype), -1, keepdims=True).astype(mx.float32)
     return mx.concatenate([total, index], -1)
 
 

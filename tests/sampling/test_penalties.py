@@ -32,9 +32,9 @@ def _mlx_lm_s_normaliser(monkeypatch):
     """Use mlx-lm's normaliser, because the tests compare logits bit for bit."""
 
     def likeliest(x, allowed):
-        total = mx.logsumexp(x, axis=-1, keepdims=True)
-        best = mx.argmax(x - total, axis=-1, keepdims=True)
-        return mx.concatenate([total.astype(mx.float32), best.astype(mx.float32)], axis=-1)
+        total = mx.logsumexp(x.astype(mx.float32), axis=-1, keepdims=True)
+        best = mx.argmax(x - total.astype(x.dtype), axis=-1, keepdims=True)
+        return mx.concatenate([total, best.astype(mx.float32)], axis=-1)
 
     monkeypatch.setattr(_ext.layers, "likeliest", likeliest)
 
@@ -75,7 +75,8 @@ def mlx_lm_log_probabilities(tokens: Sequence[int], logits: mx.array, **options:
     logits = mx.array(logits)
     for processor in make_logits_processors(**options):
         logits = processor(mx.array(tokens), logits)
-    return np.array((logits - mx.logsumexp(logits)).astype(mx.float32))[0]
+    logits = logits.astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits))[0]
 
 
 def penalised_request(length: int, seed: int = 0, **options: Any) -> Request:

@@ -163,3 +163,17 @@ def test_only_rows_that_ask_for_it_are_sorted(monkeypatch):
     )
     sample(random_logits(rows=9), [request(temperature=1.0, top_k=5 * (i == 4)) for i in range(9)])
     assert shapes == [(1, VOCAB)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_told_of_logits_in_half_precision_has_the_precision_of_float32(temperature):
+    logits = random_logits(rows=4, seed=22).astype(mx.bfloat16)
+    options = {"temperature": temperature, "logprobs": 5}
+    sampled = sample(logits, [request(seed=i, **options) for i in range(4)])
+    expected, rows = log_softmax(logits), np.arange(4)
+    np.testing.assert_allclose(
+        np.array(sampled.logprobs), expected[rows, np.array(sampled.tokens)], atol=1e-5
+    )
+    tops = np.take_along_axis(expected, np.array(sampled.top_tokens), axis=-1)
+    np.testing.assert_allclose(np.array(sampled.top_logprobs), tops, atol=1e-5)
+    assert sampled.distributions.dtype == mx.bfloat16

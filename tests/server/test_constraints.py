@@ -58,6 +58,7 @@ def test_the_answer_follows_the_reasoning(tokenizer, end, options, right, wrong)
         for text in right:
             assert accepts(tokenizer, grammar, f"{thought}{end}{text}")
             assert accepts(tokenizer, grammar, f"{thought}{end}\n\n{text}")
+            assert not accepts(tokenizer, grammar, f"{thought}{end}{' ' * 5}{text}")
             assert not accepts(tokenizer, grammar, f"{thought}{text}")
         for text in wrong:
             assert not accepts(tokenizer, grammar, f"{thought}{end}{text}")

@@ -1,16 +1,20 @@
 """Each request has an id and one line in the log."""
 
+import http.client
+import json
 import logging
 import re
 
 import pytest
 
+from tests.support import TIMEOUT
 from tests.support.commands.server_harness import (
     CODE,
     MODEL,
     client,
     exchange,
     live,
+    metric,
     post,
     wait_until,
 )
@@ -75,6 +79,19 @@ def test_a_client_that_goes_away_has_a_line(server, lines):
         stream.close()
     (line,) = lines()
     assert "200, the client disconnected before the end of its answer, model" in line
+
+
+def test_an_answer_that_the_server_gives_up_is_not_the_clients_end(lines):
+    with live() as server:
+        body = {"prompt": CODE, "max_tokens": 1500, "logit_bias": {"1791": -100}}
+        connection = http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=TIMEOUT)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        wait_until(lambda: metric(server, "mlx_paged_kv_blocks_in_use") > 0)
+        server.app.state.forced = True
+        connection.close()
+        (line,) = lines()
+    assert "503, the server was stopped before the end of its answer, model" in line
 
 
 def test_paths_may_have_the_root_of_a_proxy():

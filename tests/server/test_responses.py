@@ -219,14 +219,14 @@ def test_the_items_of_earlier_turns_reach_the_template(server, create):
         ({"n": 2}, "n"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning": 7}, "reasoning"),
-        ({"max_output_tokens": 10**6}, "input"),  # beyond the context
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),  # beyond the context
     ],
     ids=str,
 )

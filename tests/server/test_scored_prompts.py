@@ -5,7 +5,15 @@ from itertools import accumulate
 
 import pytest
 
-from tests.support.commands.server_harness import CODE, MODEL, demo, exchange, post, solo
+from tests.support.commands.server_harness import (
+    CODE,
+    MODEL,
+    demo,
+    exchange,
+    post,
+    solo,
+    written,
+)
 from tests.support.engine.mlx_lm_scores import (
     CONTEXTS,
     ENDS,
@@ -58,8 +66,8 @@ def test_a_client_gets_the_prompt_and_the_completion(openai_client):
     answer = openai_client.completions.create(echo=True, logprobs=3, **options)
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
     for choice, prompt in zip(answer.choices, [PROMPT, PROMPT, CODE, CODE], strict=True):
-        text, tokens, logprobs = solo(prompt, 5)
-        assert choice.text == prompt + text
+        _, tokens, logprobs = solo(prompt, 5)
+        assert choice.text == prompt + written(prompt, 5)
         assert_scored(choice.to_dict(), prompt, 3)
         assert choice.logprobs.token_logprobs[-5:] == pytest.approx(logprobs, abs=1e-4)
         assert len(choice.logprobs.tokens) == len(demo()[1].encode(prompt)) + len(tokens)
@@ -113,7 +121,7 @@ def test_prompt_logprobs_have_vllms_form(server):
     (choice,) = answer["choices"]
     first, *others = choice["prompt_logprobs"]
     assert (status, first, choice["logprobs"]) == (200, None, None)
-    assert choice["text"] == solo(PROMPT, 2)[0]
+    assert choice["text"] == written(PROMPT, 2)
     expected, is_greedy = scores_of(demo()[0], tokens)
     for token, entry, logprob, greedy in zip(tokens[1:], others, expected, is_greedy, strict=True):
         own = entry[str(token)]

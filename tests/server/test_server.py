@@ -23,6 +23,7 @@ from tests.support.commands.server_harness import (
     post,
     solo,
     wait_until,
+    written,
 )
 
 CHAT = [{"role": "user", "content": "def add(a, b):"}]
@@ -34,7 +35,7 @@ pytest_plugins = ["tests.support.commands.server_fixtures"]
 
 def test_a_completion_is_what_mlx_lm_generates(openai_client):
     answer = openai_client.completions.create(model=MODEL, prompt=CODE, max_tokens=24)
-    text, tokens, _ = solo(CODE, 24)
+    text, tokens = written(CODE, 24), solo(CODE, 24)[1]
     (choice,) = answer.choices
     assert (choice.text, choice.index, choice.finish_reason) == (text, 0, "length")
     num_prompt = len(demo()[1].encode(CODE))
@@ -82,7 +83,7 @@ def test_every_piece_may_tell_the_usage_so_far(openai_client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_ends_before_a_stop_string(openai_client, stream):
-    text = solo(CODE, 40)[0]
+    text = written(CODE, 40)
     stop = text[20:25]
     answer = openai_client.completions.create(
         model=MODEL, prompt=CODE, max_tokens=40, stop=["never", stop], stream=stream
@@ -111,13 +112,11 @@ def test_the_log_probability_of_every_token_is_told(openai_client):
 def test_completions_and_streams_tell_log_probabilities_too(openai_client):
     whole = openai_client.completions.create(model=MODEL, prompt=CODE, max_tokens=6, logprobs=2)
     found = whole.choices[0].logprobs
-    text, _, logprobs = solo(CODE, 6)
+    text, logprobs = written(CODE, 6), solo(CODE, 6)[2]
     assert found.token_logprobs == pytest.approx(logprobs, abs=1e-4)
-    joined = "".join(found.tokens)
-    assert joined.strip() == text.strip() and all(len(top) == 2 for top in found.top_logprobs)
+    assert "".join(found.tokens) == text and all(len(top) == 2 for top in found.top_logprobs)
     for offset, token in zip(found.text_offset, found.tokens, strict=True):
-        expected = token if offset else token.lstrip(" ")  # the text begins without a space
-        assert whole.choices[0].text.startswith(expected, offset)
+        assert whole.choices[0].text.startswith(token, offset)
     pieces = openai_client.completions.create(
         model=MODEL, prompt=CODE, max_tokens=6, logprobs=2, stream=True
     )
@@ -246,7 +245,7 @@ def test_sixty_four_clients_at_once_get_what_each_gets_alone(server):
 
     with ThreadPoolExecutor(64) as pool:
         texts = list(pool.map(ask, range(64)))
-    assert texts == [solo(prompt, 12)[0] for prompt in prompts]
+    assert texts == [written(prompt, 12) for prompt in prompts]
 
 
 @pytest.mark.parametrize("key", ["stream", "whole"])
@@ -340,7 +339,7 @@ def test_the_end_of_sequence_token_ends_the_text_when_it_may(server, options, nu
 
 
 def test_stop_tokens_end_the_text(server):
-    text, tokens, _ = solo(CODE, 24)
+    text, tokens = written(CODE, 24), solo(CODE, 24)[1]
     end = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
     body = {"prompt": CODE, "max_tokens": 24, "stop_token_ids": [tokens[end]]}
     _, _, answer = post(server, body)
@@ -359,14 +358,14 @@ def test_each_of_several_prompts_gets_its_choices(openai_client, stream):
     texts = [""] * 6
     for choice in (p.choices[0] for p in answer) if stream else answer.choices:
         texts[choice.index] += choice.text
-    assert texts == [prompt + solo(prompt, 12)[0] for prompt in prompts for _ in range(2)]
+    assert texts == [prompt + written(prompt, 12) for prompt in prompts for _ in range(2)]
     if not stream:
         tokens = [demo()[1].encode(prompt) for prompt in prompts]
         assert answer.usage.prompt_tokens == sum(map(len, tokens))
         assert answer.usage.completion_tokens == 6 * 12
         same = openai_client.completions.create(model=MODEL, prompt=tokens, n=2, max_tokens=12)
         found = [choice.text for choice in same.choices]
-        assert found == [solo(prompt, 12)[0] for prompt in prompts for _ in range(2)]
+        assert found == [written(prompt, 12) for prompt in prompts for _ in range(2)]
 
 
 def test_the_likeliest_of_several_is_returned(openai_client):
@@ -396,5 +395,6 @@ def test_the_last_message_is_continued():
     body = {"messages": messages, "max_tokens": 8, "continue_final_message": True}
     with live("--chat-template", template) as server:
         _, _, answer = post(server, body, "/v1/chat/completions")
-    expected = solo("def add(a, b):\n    return", 8)[0]
+    expected = written("def add(a, b):\n    return", 8)
+    assert expected[0] == " "
     assert answer["choices"][0]["message"]["content"] == expected

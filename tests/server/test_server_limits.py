@@ -21,6 +21,7 @@ from tests.support.commands.server_harness import (
 
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
 pytest_plugins = ["tests.support.commands.server_fixtures"]
+SAY = {"type": "function", "function": {"name": "say", "parameters": {}}}
 BAD_BODIES = {
     "no JSON": (b"{", "not JSON"),
     "no UTF-8": (b'{"prompt": "\xff"}', "not JSON"),
@@ -35,7 +36,7 @@ BAD_BODIES = {
     "min_tokens": ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens: expected"),
     "priority": ({"prompt": "a", "priority": 1}, "without --policy priority"),
     "no tools": (
-        {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [SAY]},
         "tools: expected",
     ),
     "empty prompt": ({"prompt": ""}, "prompt is empty"),
@@ -51,6 +52,13 @@ BAD_BODIES = {
         "logit_bias: expected numbers by token id",
     ),
     "biased token": ({"prompt": "a", "logit_bias": {"9999": 1}}, "token ids below 1792"),
+    "large bias": ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias: expected numbers from"),
+    "seed": ({"prompt": "a", "seed": 2**64}, "seed: expected from -9223372036854775808 to 1844"),
+    "presence": ({"prompt": "a", "presence_penalty": 3}, "presence_penalty: expected from -2 to 2"),
+    "frequency": (
+        {"prompt": "a", "frequency_penalty": -2.5},
+        "frequency_penalty: expected from -2 to 2",
+    ),
     "stream": ({"prompt": "a", "stream": "yes"}, "stream: expected true or false"),
     "obfuscation": (
         {"prompt": "a", "stream_options": {"include_obfuscation": True}},
@@ -59,17 +67,17 @@ BAD_BODIES = {
     "stream_options": ({"prompt": "a", "stream_options": 1}, "stream_options: expected"),
     "adapters": ({"prompt": "a", "adapters": "/etc"}, "adapters: expected 'default_model'"),
     "too long": ({"prompt": "a", "max_tokens": 10**6}, "maximum context length is 2048 tokens"),
-    "no role": ({"messages": [{"content": "a"}]}, "messages: expected objects with a role"),
+    "no role": ({"messages": [{"content": "a"}]}, "messages[0].role: expected"),
     "no messages": ({"messages": []}, "messages: expected a list"),
     "images": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "messages: expected content that is text",
+        "messages[0].content: expected text",
     ),
     "unknown part": (
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-        "messages: expected content that is text",
+        "messages[0].content: expected text",
     ),
-    "no text": ({"messages": [{"role": "user", "content": 7}]}, "content that is text"),
+    "no text": ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: expected"),
     "half a character": ({"prompt": "\ud800"}, "no prompt can be made of the request"),
 }
 
@@ -102,8 +110,9 @@ def test_the_client_raises_its_own_errors_for_ours(server, openai_client):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         openai_client.completions.create(model=MODEL, prompt="a", temperature=-1)
     expected = "'gpt-5' is not served here: expected .*default_model or a model in Hugging Face"
-    with pytest.raises(openai.NotFoundError, match=expected):
+    with pytest.raises(openai.NotFoundError, match=expected) as error:
         openai_client.completions.create(model="gpt-5", prompt="a")
+    assert error.value.param == "model"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,15 @@ def test_a_field_that_cannot_be_obeyed_is_refused_by_name(server, name, value):
 
 @pytest.mark.parametrize(
     ("body", "field"),
-    [(b"{", None), ({"prompt": [10**6]}, "prompt"), ({"prompt": "a", "top_p": 2}, "top_p")],
+    [
+        (b"{", None),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": "a", "top_p": 2}, "top_p"),
+        ({"prompt": "a", "guided_regex": "(a"}, "guided_regex"),
+        ({"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"prompt": "a", "guided_json": {"not": {}}}, "guided_json"),
+        ({"prompt": "a", "structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
+    ],
     ids=str,
 )
 def test_an_error_says_which_field_is_wrong_if_that_is_known(server, body, field):
@@ -209,6 +226,8 @@ def test_unknown_fields_are_named(server, caplog, stream):
     with live("--strict-fields") as strict:
         status, _, answer = post(strict, body)
         assert status == 400 and f"new_{stream}" in answer["error"]["message"]
+        error = post(strict, {"prompt": "a", "new": 1})[2]["error"]
+        assert error["param"] == "new"
 
 
 def test_health_models_and_metrics_are_told(server, openai_client):
@@ -303,7 +322,7 @@ def test_a_stream_cut_off_by_the_end_of_the_server_says_so():
         stream = own.completions.create(model=MODEL, stream=True, **LONG)
         next(iter(stream))
         only_model(server).service.close()
-        with pytest.raises(openai.APIError, match="taken back"):
+        with pytest.raises(openai.APIError, match="ended early: the server is stopping"):
             list(stream)
         assert post(server, {"prompt": "a"})[0] == 503
         assert metric(server, "mlx_paged_up") == 0

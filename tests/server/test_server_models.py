@@ -25,9 +25,10 @@ from tests.support.commands.server_harness import (
     exchange,
     live,
     metric,
+    only_model,
     post,
-    solo,
     wait_until,
+    written,
 )
 
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -46,7 +47,7 @@ def ask(server, model, **options):
 @pytest.mark.slow
 def test_the_model_of_a_request_is_loaded_in_place_of_another(other):
     with live("--served-model-name", "coder,default", "--prompt-cache-size", "0") as server:
-        text = solo(CODE, 8)[0]
+        text = written(CODE, 8)
         for name in ("coder", other, "default", other, None):
             status, _, answer = ask(server, name)
             assert status == 200 and answer["choices"][0]["text"] == text
@@ -109,12 +110,12 @@ def test_an_idle_model_is_unloaded_and_loaded_again():
         wait_until(lambda: not any(reference() for reference in kept))
         assert kept and exchange(server, "GET", "/ready")[0] == 200
         assert json.loads(exchange(server, "GET", "/status")[2]) == {"models": []}
-        assert ask(server, None)[2]["choices"][0]["text"] == solo(CODE, 8)[0]
+        assert ask(server, None)[2]["choices"][0]["text"] == written(CODE, 8)
         assert ask(server, None, max_tokens=300, ignore_eos=True)[0] == 200
 
 
 @pytest.mark.slow
-def test_the_context_is_what_the_model_has_positions_for():
+def test_the_context_is_what_the_model_has_positions_for(caplog):
     with live() as server:
         status, _, answer = ask(server, None, max_tokens=2048)
         assert (
@@ -124,6 +125,29 @@ def test_the_context_is_what_the_model_has_positions_for():
         assert long[2]["usage"]["completion_tokens"] == 1
     with live("--max-context", "3000") as server:
         assert ask(server, None, prompt=[5] * 2100, max_tokens=1)[0] == 200
+        assert "--max-context is 3000, but" in caplog.text and "has 2048 positions" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_pool_cannot_serve_is_refused_as_a_full_context(stream, caplog):
+    with live("--kv-memory", "0.004") as server:
+        limit = 16 * only_model(server).service.call(lambda e: e.stats.num_blocks) + 1
+        assert f"the KV pool has room for {limit} of 2048 tokens" in caplog.text
+        options = {"stream": stream, "ignore_eos": True}
+        long = {"prompt": [5] * (limit - 4)} | options
+        body = json.dumps(long | {"max_tokens": 4})
+        assert exchange(server, "POST", "/v1/completions", body)[0] == 200
+        error = ask(server, None, **long, max_tokens=5)[2]["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+        assert f"maximum context length is {limit} tokens. However" in error["message"]
+        error = ask(server, None, prompt=[5] * limit, max_tokens=1, stream=stream)[2]["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        body = {"messages": [{"role": "user", "content": "a " * 3000}], "max_tokens": 1}
+        error = post(server, body | {"stream": stream}, "/v1/messages")[2]["error"]
+        assert re.match(rf"prompt is too long: \d+ tokens > {limit - 1} maximum", error["message"])
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2000}
+        error = post(server, body | {"stream": stream}, "/v1/messages")[2]["error"]
+        assert f"+ 2000 > {limit}, decrease input length" in error["message"]
 
 
 @pytest.mark.parametrize(

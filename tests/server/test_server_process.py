@@ -16,6 +16,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged.server import flags as server_flags
+from mlx_paged.server import models
 from mlx_paged.server.__main__ import main
 from tests.support.commands.server_harness import (
     CODE,
@@ -25,6 +26,7 @@ from tests.support.commands.server_harness import (
 
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
 pytest_plugins = ["tests.support.commands.server_fixtures"]
+ENDED = b"the answer ended early: the server is stopping"
 JSON = "Content-Type: application/json\r\n"
 
 
@@ -32,8 +34,8 @@ JSON = "Content-Type: application/json\r\n"
 @pytest.mark.parametrize(
     ("how", "flags", "end"),
     [
-        ([signal.SIGINT], ["--drain-seconds", "0.2"], b"taken back"),
-        ([signal.SIGTERM], ["--drain-seconds", "0.2"], b"taken back"),
+        ([signal.SIGINT], ["--drain-seconds", "0.2"], ENDED),
+        ([signal.SIGTERM], ["--drain-seconds", "0.2"], ENDED),
         ([signal.SIGTERM], [], b"[DONE]"),
         ([signal.SIGINT, signal.SIGINT], [], None),
     ],
@@ -88,6 +90,7 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how, flags, 
         (["--max-stall-ms", "-1"], "expected a number of milliseconds >= 0"),
         (["--prompt-cache-bytes", "much"], "expected a size such as 2GB"),
         (["--chat-template-args", "[]"], "expected a JSON object"),
+        (["--chat-template", "none.jinja"], "expected a template or a file that has one, got"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -197,6 +200,18 @@ def test_values_of_mlx_lms_flags_are_read_as_there(monkeypatch, flag, value):
     assert getattr(ours, name) == getattr(theirs, name) != server_flags.parse([]).__dict__[name]
 
 
+def test_a_template_may_be_in_a_file(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages }}\n")
+    assert server_flags.parse(["--chat-template", str(path)]).chat_template == "{{ messages }}\n"
+
+
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(server, monkeypatch, capsys):
+    monkeypatch.setattr(models, "load_with_config", None)
+    assert main(["--port", str(server.address[1])]) == 2
+    assert "Address already in use" in capsys.readouterr().err
+
+
 def test_nothing_from_the_network_is_unpickled():
     for path in Path(mlx_paged.__file__).parent.glob("server/*.py"):
         source = path.read_text()
@@ -214,6 +229,7 @@ def test_what_cannot_be_served_is_reported_in_one_line(server, tmp_path, capsys)
         (["--port", taken, "--kv-memory", "0.05"], f"{near}Address already in use: expected an"),
         (["--host", "203.0.113.9", "--kv-memory", "0.05"], f"{far}Cannot assign requested address"),
         (["--kv-memory", "1e-9"], "expected at least"),
+        (["--chat-template", "{% if"], "chat template: line 1: "),
     ):
         threads = threading.active_count()
         assert main(["--port", "0", *flags]) == 2

@@ -20,8 +20,8 @@ from tests.support.commands.server_harness import (
     client,
     demo,
     post,
-    solo,
     tool_format,
+    written,
 )
 
 pytest_plugins = ["tests.support.commands.server_fixtures"]
@@ -190,7 +190,7 @@ def test_a_schema_that_takes_long_does_not_delay_others(server, monkeypatch):
     assert begun.wait(TIMEOUT)
     options = {"model": MODEL, "prompt": CODE, "max_tokens": 50}
     stream = client(server).completions.create(stream=True, **options)
-    assert "".join(part.choices[0].text for part in stream) == solo(CODE, 50)[0]
+    assert "".join(part.choices[0].text for part in stream) == written(CODE, 50)
     assert not answers
     may_end.set()
     asking.join()

@@ -238,8 +238,9 @@ void likeliest(const void* row, const void* allowed, int32_t width, float out[2]
   // If the largest element is infinite, the differences are NaN.
   const bool finite = top - top == 0;
   const float value = finite ? top + static_cast<float>(__builtin_log(total)) : top;
-  out[0] = rounded<T>(broadcast(value))[0];
-  out[1] = static_cast<float>(first_of_largest(x, words, width, out[0]));
+  const float subtrahend = rounded<T>(broadcast(value))[0];
+  out[0] = value;
+  out[1] = static_cast<float>(first_of_largest(x, words, width, subtrahend));
 }
 
 template <typename T>

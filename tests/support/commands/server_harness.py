@@ -51,6 +51,15 @@ def solo(prompt, max_tokens):
     return "".join(response.text for response in responses), tokens, logprobs
 
 
+def written(prompt, max_tokens):
+    """The text that follows `prompt` in mlx-lm's text of its tokens and the generated ones."""
+    tokenizer = demo()[1]
+    tokens = tokenizer.encode(prompt) + solo(prompt, max_tokens)[1]
+    whole = tokenizer.decode([token for token in tokens if token not in tokenizer.eos_token_ids])
+    assert whole.startswith(prompt)
+    return whole.removeprefix(prompt)
+
+
 @contextmanager
 def live(*flags):
     """A server on a free port; its thread and its blocks are gone afterwards."""

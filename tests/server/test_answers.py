@@ -1,0 +1,48 @@
+"""What answers tell beside their text, and when."""
+
+import json
+import re
+import time
+
+import pytest
+
+from mlx_paged.server import answers, prompts
+from tests.support.commands.server_harness import CODE, exchange, live, post
+
+pytest_plugins = ["tests.support.commands.server_fixtures"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_the_first_usage_of_a_stream_knows_what_was_cached(server, path):
+    body = {"messages": [{"role": "user", "content": CODE * 9}], "max_tokens": 3, "stream": True}
+    if path == "/v1/completions":
+        options = {"continuous_usage_stats": True, "include_usage": True}
+        body = {"prompt": CODE * 9, "max_tokens": 3, "stream": True, "stream_options": options}
+    for _ in range(2):
+        _, _, content = exchange(server, "POST", path, json.dumps(body))
+    name = "cached_tokens" if path == "/v1/completions" else "cache_read_input_tokens"
+    found = [int(number) for number in re.findall(rf'"{name}": (\d+)', content.decode())]
+    assert len(found) >= 2 and found[0] > 16 and len(set(found)) == 1
+
+
+def test_an_answer_without_text_has_an_empty_one(server):
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 4,
+        "logit_bias": {"1791": 100},
+    }
+    _, _, answer = post(server, body, "/v1/chat/completions")
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": ""}
+
+
+def test_a_request_that_is_refused_late_has_no_stream(monkeypatch):
+    encode = prompts.encode
+    monkeypatch.setattr(answers, "COMMENT_AFTER_S", 0.0)
+    monkeypatch.setattr(prompts, "encode", lambda *args: time.sleep(0.3) or encode(*args))
+    with live() as server:
+        body = json.dumps({"prompt": [5] * 2048, "max_tokens": 1, "stream": True})
+        status, _, answer = post(server, body.encode())
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        monkeypatch.setattr(answers, "PATIENCE_S", 0.0)
+        status, _, content = exchange(server, "POST", "/v1/completions", body)
+        assert status == 200 and content.startswith(b": ") and b"context_length" in content
