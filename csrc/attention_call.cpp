@@ -30,13 +30,12 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
     in.attn_mask = mx::broadcast_to(*in.attn_mask, shape, stream);
   }
   if (for_metal) {
-    in.shared_prefixes.reset();
     const bool keeps_dtype = (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !in.rope_freqs;
     in.q = mx::astype(in.q, keeps_dtype ? in.q.dtype() : mx::float32, stream);
     in.q = mx::contiguous(in.q, false, stream);
-    for (const auto optional :
-         {&AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs, &AttentionInputs::sinks,
-          &AttentionInputs::alibi_slopes, &AttentionInputs::cu_seqlens}) {
+    for (const auto optional : {&AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,
+                                &AttentionInputs::sinks, &AttentionInputs::alibi_slopes,
+                                &AttentionInputs::cu_seqlens, &AttentionInputs::shared_prefixes}) {
       if (OptionalArray& a = in.*optional) {
         a = mx::contiguous(*a, false, stream);
       }

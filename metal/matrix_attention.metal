@@ -46,7 +46,8 @@ inline float team_sum(float value) {
 }
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. In a ragged batch the row
-// tiles are those of all sequences and of the tokens after the last one.
+// tiles are those of all sequences and of the tokens after the last one. Of shared keys, those
+// threadgroups stay whose place in the order of the sequences is the first of their rows.
 template <typename K, typename V, typename T, int D, int DV, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void matrix_attention(
     const device T* q [[buffer(0)]],
@@ -62,6 +63,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     const device int* cu_seqlens [[buffer(16), function_constant(HAS_SEQLENS)]],
     const device half* k_scales [[buffer(17), function_constant(HAS_SCALES)]],
     const device half* v_scales [[buffer(18), function_constant(HAS_SCALES)]],
+    const device int* prefixes [[buffer(19), function_constant(HAS_PREFIXES)]],
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint lane_index [[thread_index_in_simdgroup]]) {
@@ -115,18 +117,51 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     tile.num_tokens = p.num_tokens;
     tile.first_row = tile_index * ROWS;
   }
+  const int max_keys = p.max_blocks * BLOCK_SIZE;
+  int shared_stop = 0;
+  if (SHARES) {
+    const int first = int(group_position.y);
+    const Run run = run_in_split(first, split, p.keys_per_shared_split, lane, prefixes,
+                                 p.num_sequences, max_keys);
+    const int count = run.stop - run.first;
+    const int num_parts = (count - 1) / (ROWS / p.group) + 1;
+    const int most = (count - 1) / num_parts + 1;  // sequences of a threadgroup
+    if (count == 1 || (first - run.first) % most != 0) {
+      return;
+    }
+    tile.first_token = first;
+    tile.num_tokens = min(most, run.stop - first);
+    tile.sequence = place_of(tile, 0, prefixes, p).sequence;
+    shared_stop = run.common;
+  }
   const int num_rows = min(ROWS, tile.num_tokens * p.group - tile.first_row);
   if (HAS_SEQLENS && num_rows <= 0) {
     return;
   }
   const bool has_keys = !HAS_SEQLENS || tile.sequence < p.num_sequences;
-  const int length = has_keys ? context_lens[tile.sequence * p.context_stride] : 0;
-  const int context = clamp(length, 0, p.max_blocks * BLOCK_SIZE);
+  const int context = has_keys ? context_of(tile.sequence, context_lens, p) : 0;
   const int last_row = tile.first_row + num_rows - 1;
-  const KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
-  const KeyRange of_last = keys_of_row(tile, last_row, context, p);
-  const int begin = max(of_first.first, split * p.keys_per_split);
-  const int end = min(of_last.stop, (split + 1) * p.keys_per_split);
+  KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
+  KeyRange of_last = keys_of_row(tile, last_row, context, p);
+  int split_begin = split * p.keys_per_split;
+  int slot_of_split = split;
+  if (SHARES) {
+    int least = max_keys;
+    if (lane < tile.num_tokens) {
+      const RowPlace place = place_of(tile, lane * p.group, prefixes, p);
+      least = context_of(place.sequence, context_lens, p);
+    }
+    of_first.stop = simd_min(least);
+    of_last.first = 0;
+    of_last.stop = shared_stop;
+  } else if (HAS_PREFIXES) {
+    const int own = first_own_key(tile.sequence, p.keys_per_shared_split, lane, prefixes,
+                                  p.num_sequences, max_keys);
+    split_begin += own;
+    slot_of_split += (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
+  }
+  const int begin = max(of_first.first, split_begin);
+  const int end = min(of_last.stop, split_begin + p.keys_per_split);
   if (SPLIT && begin >= end) {
     return;  // The merge does not read what this split would store.
   }
@@ -137,7 +172,12 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   // This thread's row of scores.
   const int team_row = thread_index / TEAM;
   const int team_lane = thread_index % TEAM;
-  const KeyRange seen = keys_of_row(tile, tile.first_row + team_row, context, p);
+  KeyRange seen = keys_of_row(tile, tile.first_row + team_row, context, p);
+  if (SHARES) {
+    const RowPlace place = place_of(tile, min(team_row, num_rows - 1), prefixes, p);
+    seen.first = 0;
+    seen.stop = context_of(place.sequence, context_lens, p);
+  }
   float running_max = LOWEST;
   float running_sum = 0.0f;  // over the scores of this thread
 
@@ -164,7 +204,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   // Asked for in this order: entries of the table, queries, the first keys.
   const int first_key = begin + thread_index;
   const int first_block = thread_index < KEYS ? block_of(first_key, begin, end, table, p) : -1;
-  stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, staged, p);
+  stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, prefixes, staged, p);
   if (thread_index < KEYS) {
     note_place<K, V>(first_block, first_key, thread_index, k_places, v_places, numbers, p);
   }
@@ -350,7 +390,8 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   if (team_lane == 0 && team_row < num_rows) {
     const int row = tile.first_row + team_row;
     if (SPLIT) {
-      const long partial = row_index(tile, row, head_slot, p) * p.num_splits + split;
+      const long number = row_index(place_of(tile, row, prefixes, p), row, head_slot, p);
+      const long partial = number * p.num_splits + slot_of_split;
       partial_sums[2 * partial] = running_max;
       partial_sums[2 * partial + 1] = sum;
       factors[team_row] = 1.0f;
@@ -373,7 +414,8 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
       const float first = (outputs[i].thread_elements()[0] + marked(own)) * factors[tile_row];
       const float second = (outputs[i].thread_elements()[1] + marked(own >> 2)) * factors[tile_row];
       if (SPLIT) {
-        const long partial = row_index(tile, row, head_slot, p) * p.num_splits + split;
+        const long number = row_index(place_of(tile, row, prefixes, p), row, head_slot, p);
+        const long partial = number * p.num_splits + slot_of_split;
         partial_out[partial * DV + column] = first;
         partial_out[partial * DV + column + 1] = second;
       } else {

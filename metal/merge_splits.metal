@@ -30,6 +30,7 @@ template <typename Q, int DV>
     device Q* out [[buffer(4)]],
     const device float* sinks [[buffer(5), function_constant(HAS_SINKS)]],
     const device int* cu_seqlens [[buffer(6)]],
+    const device int* prefixes [[buffer(7), function_constant(HAS_PREFIXES)]],
     uint group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -51,7 +52,13 @@ template <typename Q, int DV>
   const int position = tokens_after > 0 ? context - tokens_after : -1;  // -1: of no sequence
   const KeyRange keys = key_range(position, context, p.is_causal != 0, p.window);
   const int begin = keys.first / split_keys;
-  const int end = min((keys.stop + split_keys - 1) / split_keys, p.num_splits);
+  int end = min((keys.stop + split_keys - 1) / split_keys, p.num_splits);
+  if (HAS_PREFIXES) {
+    const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,
+                                  p.num_places, p.max_keys);
+    end = (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
+    end += (max(keys.stop - own, 0) + split_keys - 1) / split_keys;
+  }
   const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
   const device float* outs = partial_out + long(row) * p.num_splits * DV;
 

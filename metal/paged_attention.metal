@@ -33,6 +33,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     device float* attn [[buffer(15), function_constant(RETURN_ATTN)]],
     const device half* k_scales [[buffer(17), function_constant(HAS_SCALES)]],
     const device half* v_scales [[buffer(18), function_constant(HAS_SCALES)]],
+    const device int* prefixes [[buffer(19), function_constant(HAS_PREFIXES)]],
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -63,7 +64,15 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   const bool has_keys = kv_head >= 0 && kv_head < p.num_kv_heads;
   const int max_keys = p.max_blocks * BLOCK_SIZE;
   const int context = clamp(context_lens[sequence * p.context_stride], 0, max_keys);
-  if (SPLIT && split * p.keys_per_split >= context) {
+  int split_begin = split * p.keys_per_split;
+  int slot_of_split = split;
+  if (HAS_PREFIXES) {
+    const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,
+                                  p.num_sequences, max_keys);
+    split_begin += own;
+    slot_of_split += (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
+  }
+  if (SPLIT && split_begin >= context) {
     return;  // The merge does not read what this split would store.
   }
   const device int* table = block_tables + sequence * p.tables_strides[0];
@@ -85,8 +94,8 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     all_begin = max(all_begin, rows[r].first);
     all_end = r < num_rows ? min(all_end, rows[r].stop) : all_end;
   }
-  begin = max(begin, split * p.keys_per_split);
-  end = min(end, (split + 1) * p.keys_per_split);
+  begin = max(begin, split_begin);
+  end = min(end, split_begin + p.keys_per_split);
   if (SPLIT && begin >= end) {
     return;  // The merge does not read what this split would store.
   }
@@ -298,7 +307,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     const int token = row / p.group;
     if (SPLIT) {
       const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + token;
-      const long partial = out_row * p.num_splits + split;
+      const long partial = out_row * p.num_splits + slot_of_split;
       write_vector(partial_out + partial * DV + vector * VECTOR, weighted);
       if (vector == 0) {
         partial_sums[2 * partial] = total_max;

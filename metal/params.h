@@ -39,6 +39,7 @@ struct AttentionParams {
   float softcap;
   int num_sequences;   // B
   int first_sequence;  // of a ragged batch, that this launch computes
+  int keys_per_shared_split;  // of keys that several sequences share, if any do
 };
 
 struct MergeParams {
@@ -54,6 +55,8 @@ struct MergeParams {
   int keys_per_split;
   int is_causal;
   int window;  // the most keys that a query sees; 0 if it sees all
+  int num_places;             // B, if sequences share keys
+  int keys_per_shared_split;  // as in AttentionParams
 };
 
 struct WriteParams {

@@ -2,8 +2,12 @@
 
 constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
 constant bool HAS_SEQLENS [[function_constant(17)]];     // a ragged batch
+constant bool OF_SHARED [[function_constant(23)]];       // keys, not of own ones
+constant bool SHARES = HAS_PREFIXES && OF_SHARED;
 
-// The tokens of a sequence in q, and the first row that a threadgroup computes of them.
+// The tokens of a sequence in q, and the first row that a threadgroup computes of them. Of shared
+// keys it computes several sequences of one token each: then tokens are places in their order, and
+// the first place's sequence is the one whose table is read.
 struct RowTile {
   int sequence;
   int first_token;
@@ -41,12 +45,34 @@ inline RowTile ragged_tile(int index, const device int* cu_seqlens, constant Att
   return result;
 }
 
+// The token of a row, and its sequence.
+struct RowPlace {
+  int sequence;
+  int token;
+};
+
+inline RowPlace place_of(RowTile tile, int row, const device int* prefixes,
+                         constant AttentionParams& p) {
+  RowPlace place;
+  place.sequence = tile.sequence;
+  place.token = tile.first_token + row / p.group;
+  if (SHARES) {
+    place.sequence = clamp(prefixes[place.token], 0, p.num_sequences - 1);
+    place.token = 0;
+  }
+  return place;
+}
+
 // The number of a query row among all rows of the call.
-inline long row_index(RowTile tile, int row, int head_slot, constant AttentionParams& p) {
+inline long row_index(RowPlace place, int row, int head_slot, constant AttentionParams& p) {
   const int head = head_slot * p.group + row % p.group;
-  const int token = tile.first_token + row / p.group;
-  return HAS_SEQLENS ? long(token) * p.num_heads + head
-                     : (long(tile.sequence) * p.num_heads + head) * p.num_tokens + token;
+  return HAS_SEQLENS ? long(place.token) * p.num_heads + head
+                     : (long(place.sequence) * p.num_heads + head) * p.num_tokens + place.token;
+}
+
+// The keys of a sequence.
+inline int context_of(int sequence, const device int* context_lens, constant AttentionParams& p) {
+  return clamp(context_lens[sequence * p.context_stride], 0, p.max_blocks * BLOCK_SIZE);
 }
 
 // The keys that a row sees.

@@ -16,17 +16,18 @@ constexpr int own_vectors(int rows, int dim) {
 // Copies the query rows of a tile. Rows that do not exist become zeros.
 template <typename T, int DIM, int ROWS>
 inline void stage_queries(const device T* q, RowTile tile, int head_slot, int thread_index,
-                          threadgroup vec<T, VECTOR>* staged, constant AttentionParams& p) {
+                          const device int* prefixes, threadgroup vec<T, VECTOR>* staged,
+                          constant AttentionParams& p) {
   constexpr int VECTORS = DIM / VECTOR;
   for (int i = thread_index; i < ROWS * VECTORS; i += THREADS) {
     const int row = tile.first_row + i / VECTORS;
     const int d = i % VECTORS * VECTOR;
     vec<T, VECTOR> elements = vec<T, VECTOR>(T(0));
     if (row < tile.num_tokens * p.group) {
-      const int token = tile.first_token + row / p.group;
-      const device T* from = q + tile.sequence * p.q_strides[0] +
+      const RowPlace place = place_of(tile, row, prefixes, p);
+      const device T* from = q + place.sequence * p.q_strides[0] +
                              (head_slot * p.group + row % p.group) * p.q_strides[1] +
-                             token * p.q_strides[2] + d;
+                             place.token * p.q_strides[2] + d;
       elements = gather_vector(from, 1, WHOLE_QUERIES);
     }
     staged[i / VECTORS * (padded(DIM) / VECTOR) + i % VECTORS] = elements;

@@ -58,7 +58,8 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   LaunchPlan plan;
   plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + dim;
   plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + dim + ">";
-  plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()}};
+  plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()},
+                    {22, FunctionConstant::Type::kBool, splits.shared_keys > 0}};
   plan.grid = {static_cast<uint32_t>(num_rows(in)), 1, 1};
   plan.threadgroup = {256, 1, 1};
   plan.buffers = {
@@ -68,6 +69,9 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   }
   const int seqlens = in.cu_seqlens ? input_of(in, &AttentionInputs::cu_seqlens) : 4;
   plan.buffers.push_back({6, Role::kInput, seqlens});
+  if (splits.shared_keys > 0) {
+    plan.buffers.push_back({7, Role::kInput, input_of(in, &AttentionInputs::shared_prefixes)});
+  }
   MergeParams p{};
   set_out_strides(in, p.out_strides);
   p.context_stride = in.context_lens.strides(0);
@@ -81,11 +85,14 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   p.keys_per_chunk_split = chunks.keys;
   p.is_causal = options.causal;
   p.window = options.window.value_or(0);
+  p.num_places = in.block_tables.shape(0);
+  p.keys_per_shared_split = splits.shared_keys;
   plan.set_params(3, p);
   return plan;
 }
 
-// The function constants of metal/pool_rows.h, and of one kernel: metal/attention.h or row_tiles.h.
+// The function constants of metal/pool_rows.h and shared_prefixes.h, and of one kernel:
+// metal/attention.h or row_tiles.h.
 std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
                                                   const AttentionOptions& options,
                                                   const AttentionGeometry& g) {
@@ -95,11 +102,13 @@ std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
                                              {2, options.window.has_value()},
                                              {3, options.softcap.has_value()},
                                              {7, in.sinks.has_value()},
-                                             {10, g.splits.count > 1},
+                                             {10, g.splits.stored > 1},
                                              {13, has_whole_vectors(in.q)},
-                                             {18, in.k_scales.has_value()}};
+                                             {18, in.k_scales.has_value()},
+                                             {22, g.splits.shared_keys > 0}};
   if (g.by_matrices) {
-    flags.insert(flags.end(), {{12, values_in_keys(in)}, {17, in.cu_seqlens.has_value()}});
+    flags.insert(flags.end(),
+                 {{12, values_in_keys(in)}, {17, in.cu_seqlens.has_value()}, {23, g.of_shared}});
   } else {
     flags.insert(flags.end(), {{4, in.alibi_slopes.has_value()},
                                {5, bool_mask},
@@ -115,10 +124,11 @@ std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
   return all;
 }
 
-// Inputs at indices 0 to 4 and 9 to 18, outputs at 6 and 15 or, if the keys are split, the partial
+// Inputs at indices 0 to 4 and 9 to 19, outputs at 6 and 15 or, if the keys are split, the partial
 // results at 7 and 8.
 std::vector<BufferBinding> attention_buffers(const AttentionInputs& in,
-                                             const AttentionOptions& options, bool split) {
+                                             const AttentionOptions& options,
+                                             const Splits& splits) {
   using Role = BufferBinding::Role;
   std::vector<BufferBinding> buffers = {{0, Role::kInput, 0},
                                         {1, Role::kPoolRead, 1},
@@ -126,15 +136,15 @@ std::vector<BufferBinding> attention_buffers(const AttentionInputs& in,
                                         {3, Role::kInput, 3},
                                         {4, Role::kInput, 4}};
   const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
-  const int indices[] = {9, 10, bool_mask ? 11 : 12, 13, 14, 17, 18, 16};
-  // of kOptionalArrays but the last, which only a CPU reads
+  const int indices[] = {9, 10, bool_mask ? 11 : 12, 13, 14, 17, 18, 16, 19};  // of kOptionalArrays
   for (size_t i = 0; i < std::size(indices); ++i) {
-    if (in.*kOptionalArrays[i]) {
-      const Role role = indices[i] > 16 ? Role::kPoolRead : Role::kInput;
+    if (in.*kOptionalArrays[i] && (indices[i] != 19 || splits.shared_keys > 0)) {
+      const bool is_scale = indices[i] == 17 || indices[i] == 18;
+      const Role role = is_scale ? Role::kPoolRead : Role::kInput;
       buffers.push_back({indices[i], role, input_of(in, kOptionalArrays[i])});
     }
   }
-  if (split) {
+  if (splits.stored > 1) {
     buffers.insert(buffers.end(), {{7, Role::kScratch, 0}, {8, Role::kScratch, 1}});
   } else {
     buffers.push_back({6, Role::kOutput, 0});
@@ -183,6 +193,7 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
   p.row_tiles = g.row_tiles;
   p.keys_per_split = g.splits.keys;
   p.num_splits = g.splits.stored;
+  p.keys_per_shared_split = g.splits.shared_keys;
   p.window = options.window.value_or(0);
   p.scale = options.scale;
   p.softcap = options.softcap.value_or(0);
@@ -190,6 +201,12 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
 }
 
 }  // namespace
+
+int affordable_splits(const AttentionInputs& in) {
+  const int64_t row_bytes = (int64_t{dim_of(in.v_cache)} + 2) * sizeof(float);
+  return static_cast<int>(
+      std::clamp<int64_t>(kMaxPartialBytes / (num_rows(in) * row_bytes), 1, kMaxSplits));
+}
 
 Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int threadgroups,
                   int most_splits) {
@@ -206,10 +223,8 @@ Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, in
   while (least < kMostSplitKeys && num_threadgroups(least) > kPlentyOfThreadgroups) {
     least *= 2;
   }
-  const int64_t row_bytes = (int64_t{dim_of(in.v_cache)} + 2) * sizeof(float);
-  const int64_t affordable = kMaxPartialBytes / (num_rows(in) * row_bytes);
   const int wanted = std::min(ceil_div(max_keys, least), most_splits);
-  const int count = static_cast<int>(std::clamp<int64_t>(affordable, 1, wanted));
+  const int count = std::min(affordable_splits(in), wanted);
   const int keys = std::max(least, ceil_div(ceil_div(max_keys, count), kTile) * kTile);
   return {ceil_div(max_keys, keys), keys};
 }
@@ -230,7 +245,7 @@ LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& o
                static_cast<uint32_t>(g.splits.count)};
   plan.threadgroup = {128, 1, 1};
   plan.set_params(5, attention_params(in, options, g));
-  plan.buffers = attention_buffers(in, options, g.splits.count > 1);
+  plan.buffers = attention_buffers(in, options, g.splits);
   return plan;
 }
 

@@ -15,8 +15,9 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // How the keys of every sequence are divided among threadgroups.
 struct Splits {
   int count;
-  int keys;            // of a split
-  int stored = count;  // partial results that a row has room for
+  int keys;             // of a split
+  int stored = count;   // partial results that a row has room for
+  int shared_keys = 0;  // of a split of the keys that sequences share, if any may
 };
 
 // How the query rows and the keys of a call are divided among threadgroups.
@@ -27,7 +28,11 @@ struct AttentionGeometry {
   int rows;          // of a threadgroup
   int row_tiles;
   Splits splits;
+  bool of_shared = false;  // whether it computes shared keys, or each sequence's own ones
 };
+
+// Splits for whose results there is memory.
+int affordable_splits(const AttentionInputs& in);
 
 // Depends on shapes and options alone, so equal calls have equal results on every machine:
 // `threadgroups` are those of a split. A threadgroup whose split has no key that its rows see

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/attention_launches.h"
@@ -45,21 +46,25 @@ void check_pool(const char* argument, const mx::array& pool, int unit) {
   }
 }
 
-// Rows of a threadgroup: a power of two. A decode has as few as its rows fill. Calls of several
-// tokens have kEdge rows or as many as possible, so that few pipelines have to be compiled. Ragged
-// batches have as many as possible, because the host does not know their lengths.
-int rows_of_tile(const AttentionInputs& in) {
+// Rows of a threadgroup, a power of two: as few as `num_rows` fill, or as many as possible.
+int most_rows(const AttentionInputs& in, int num_rows) {
   const int head_dim = in.q.shape(3), v_dim = dim_of(in.v_cache);
-  const int group = in.q.shape(1) / in.k_cache.shape(0);
-  const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
-  const bool is_short = !in.cu_seqlens && group * in.q.shape(2) <= kEdge;
-  const int num_rows = is_decode ? group : is_short ? kEdge : kMaxRows;
   int rows = kEdge;
   while (rows < std::min(num_rows, kMaxRows) && 2 * rows * v_dim <= kMaxOutputElements &&
          2 * rows * (head_dim + kEdge) <= kMaxQueryElements) {
     rows *= 2;
   }
   return rows;
+}
+
+// Rows of a threadgroup. A decode has as few as its rows fill. Calls of several
+// tokens have kEdge rows or as many as possible, so that few pipelines have to be compiled. Ragged
+// batches have as many as possible, because the host does not know their lengths.
+int rows_of_tile(const AttentionInputs& in) {
+  const int group = in.q.shape(1) / in.k_cache.shape(0);
+  const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
+  const bool is_short = !in.cu_seqlens && group * in.q.shape(2) <= kEdge;
+  return most_rows(in, is_decode ? group : is_short ? kEdge : kMaxRows);
 }
 
 // Threadgroups that share the rows of a KV head. Those of a ragged batch depend on the lengths of
@@ -74,13 +79,19 @@ int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, in
   return in.q.shape(0) * group / rows + in.block_tables.shape(0) - before;
 }
 
-// Whether the kernel by products of matrices computes this call, and faster than the other one.
-bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
-  const int group = in.q.shape(1) / in.k_cache.shape(0);
+// Whether there is a kernel by products of matrices for such a call.
+bool matrix_takes(const AttentionInputs& in, const AttentionOptions& options) {
   const bool has_options = in.kv_head_mapping || in.rope_freqs || in.attn_mask || in.alibi_slopes;
   return has_matrix_kernel(in.q.dtype(), in.q.shape(3), dim_of(in.v_cache)) &&
          (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !has_options &&
-         !options.return_attn && (in.cu_seqlens || group * in.q.shape(2) > most_shared_rows(in));
+         !options.return_attn;
+}
+
+// Whether it computes the call, and faster than the other one.
+bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
+  const int group = in.q.shape(1) / in.k_cache.shape(0);
+  return matrix_takes(in, options) &&
+         (in.cu_seqlens || group * in.q.shape(2) > most_shared_rows(in));
 }
 
 AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options) {
@@ -109,15 +120,45 @@ AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& op
   return supports_matrix(in, options) ? matrix_geometry(in, options) : tile_geometry(in, options);
 }
 
+// The launch for the keys that sequences of one token share, beside that for their own ones. None
+// if a threadgroup has too few rows for two sequences, or there is no kernel for such a call. What
+// a window has left is in no table.
+std::optional<AttentionGeometry> shared_geometry(const AttentionInputs& in,
+                                                 const AttentionOptions& options,
+                                                 const AttentionGeometry& own) {
+  const int heads = in.k_cache.shape(0), group = in.q.shape(1) / heads, batch = in.q.shape(0);
+  const int rows = most_rows(in, group * batch), together = std::min(rows / group, batch);
+  if (!in.shared_prefixes || in.cu_seqlens || in.q.shape(2) > 1 || own.splits.count == 1 ||
+      together < 2 || options.window || !matrix_takes(in, options)) {
+    return std::nullopt;
+  }
+  const int room = affordable_splits(in) - own.splits.count;
+  if (room < 1) {
+    return std::nullopt;
+  }
+  Splits splits = split_keys(in, options, heads * ceil_div(batch, together), room);
+  splits.shared_keys = splits.keys;
+  splits.stored += own.splits.count;
+  return AttentionGeometry{true, heads, group, rows, 1, splits, true};
+}
+
 LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options) {
-  const AttentionGeometry g = geometry(in, options);
-  return with_merge({attention_launch(in, options, g)}, in, options, g.splits, g.splits);
+  AttentionGeometry g = geometry(in, options);
+  std::vector<LaunchPlan> launches;
+  if (const auto shared = shared_geometry(in, options, g)) {
+    launches.push_back(attention_launch(in, options, *shared));
+    g.splits.shared_keys = shared->splits.shared_keys;
+    g.splits.stored = shared->splits.stored;
+  }
+  launches.push_back(attention_launch(in, options, g));
+  return with_merge(std::move(launches), in, options, g.splits, g.splits);
 }
 
 // The first sequences of a ragged batch, of one token each, as a call of their own.
 AttentionInputs decodes_of(const AttentionInputs& in, const AttentionOptions& options) {
   AttentionInputs decodes = in;
   decodes.cu_seqlens.reset();
+  decodes.shared_prefixes.reset();
   mx::Shape shape = in.q.shape();
   shape[0] = options.num_decodes;
   decodes.q = mx::array(shape, in.q.dtype(), nullptr, Arrays{});

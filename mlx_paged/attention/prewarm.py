@@ -20,6 +20,8 @@ from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT
 
 NUM_BLOCKS = 2
+SHARING = 2, 4, 8, 16, 32
+"""Sequences that may share keys: enough for each number of rows that a threadgroup has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def prewarm(
     only_ragged: bool = False,
 ) -> float | None:
     """Dispatch every pipeline once: attention of single tokens, of chunks and of both together,
-    with whole and with split contexts; writes and copies.
+    with whole and with split contexts; of single tokens that share keys; writes and copies.
 
     A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU. Plain MLX
     computes what the compiler refuses. A progress bar is shown on stderr if that is a terminal.
@@ -100,3 +102,11 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged:
         if in_chunks:
             arrays["cu_seqlens"] = as_int32([0, length])
             dispatch(ops.paged_attention_varlen, q.transpose(2, 1, 0, 3), **arrays)
+    for count in SHARING:
+        q = mx.zeros((count, kind.num_heads, 1, shape.head_dim), kind.q_dtype)
+        arrays = {
+            "block_tables": mx.zeros((count, columns[1]), mx.int32),
+            "context_lens": mx.ones((count,), mx.int32),
+            "shared_prefixes": mx.zeros((2, count), mx.int32),
+        }
+        dispatch(ops.paged_attention, q, **arrays)

@@ -139,7 +139,7 @@ def error_of(variant: Variant) -> tuple[float, float]:
         stored = zip((k, v), scales.values(), strict=True)
         with mx.stream(mx.cpu):  # whatever a GPU makes of denormal scales
             arrays[1:3] = [dequantized(*each, mx.float32) for each in stored]
-    weights = options.pop("return_attn", False)
+    weights, _ = options.pop("return_attn", False), options.pop("shared_prefixes", None)
     options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
     want = float64.attention(*map(to_numpy, arrays), **options)
     if weights:

@@ -28,6 +28,9 @@ CONTEXTS = (1, 70, 33)
 LONG_CONTEXTS = (700, 3, 290)
 """Context lengths; the Metal kernels split long ones and merge the parts."""
 
+SHARED, SHARED_KEYS = "long-shared", 256
+"""An option, and how many first keys the longest two sequences have in the same blocks then."""
+
 FAINT = (2.0**-12, 0.0), (2.0**-13, 0.0012)
 """Factors and offsets of some keys and values in quantized pools. The scales of these rows are
 denormal in float16: a GPU could take them for zeros."""
@@ -114,6 +117,8 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     columns = -(-int(contexts.max()) // block_size)
     num_blocks = len(contexts) * columns
     tables = rng.permutation(num_blocks).reshape(len(contexts), columns).astype(np.int32)
+    if variant.option == SHARED:
+        tables[2, : SHARED_KEYS // block_size] = tables[0, : SHARED_KEYS // block_size]
     used = np.zeros((num_blocks, 1, block_size, 1), np.bool_)
     for table, context in zip(tables, contexts, strict=True):
         blocks, offsets = np.divmod(np.arange(context), block_size)
@@ -191,6 +196,9 @@ OPTIONS: dict[str, Option] = {
     "long-window": lambda rng, sizes, shape: {"window": 300},
     "long-many": lambda rng, sizes, shape: _many(rng, sizes, shape),
     "long-sinks": lambda rng, sizes, shape: {"sinks": normal(rng, sizes[1])},
+    SHARED: lambda rng, sizes, shape: {
+        "shared_prefixes": np.array([[1, 0, 2], [0, 0, SHARED_KEYS]], np.int32)
+    },
     "float32-queries": lambda rng, sizes, shape: {},
     "weights": lambda rng, sizes, shape: {"return_attn": True},
     "not-causal": lambda rng, sizes, shape: {"causal": False},

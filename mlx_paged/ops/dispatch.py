@@ -25,6 +25,9 @@ LENGTHS = *range(1, _ext.metal.MOST_ROWS + 1), 8, 64
 """Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full. Calls of other
 lengths have the pipelines of the next length, or of the last one."""
 
+MOST_TOGETHER = 32
+"""Sequences whose shared keys a threadgroup computes. Calls of more have the pipelines of so many."""
+
 SHORT_CONTEXT, LONG_CONTEXT = 512, 8192  # tokens; longer contexts may be split over threadgroups
 
 _Rows = tuple[tuple[int, ...], mx.Dtype]  # of a block: shape and type
@@ -80,6 +83,7 @@ def takes_attention(
     sinks: mx.array | None = None,
     softcap: float | None = None,
     causal: bool = True,
+    sequences: int = 1,
     **others: Any,
 ) -> bool:
     """False if the GPU's compiler refuses a kernel of such a call, so that plain MLX computes it.
@@ -88,6 +92,7 @@ def takes_attention(
         k_cache, v_cache: one layer's.
         columns: blocks of a table.
         tokens: of each sequence; None: the sequences have different numbers of tokens.
+        sequences: how many have `shared_prefixes`; 1: none. A refused call is made without it.
         others: options of no model's layer, which are taken where a call without them is.
     """
     if device_of(stream) == mx.cpu:
@@ -99,7 +104,8 @@ def takes_attention(
     options = window is not None, sinks is not None, softcap is not None, causal
     keys, values = ((cache.shape[2:], cache.dtype) for cache in (k_cache, v_cache))
     is_long = columns * k_cache.shape[2] > SHORT_CONTEXT
-    shape = q.shape[1], length, q.shape[3]
+    shares = is_long and length == 1
+    shape = min(sequences, MOST_TOGETHER) if shares else 1, q.shape[1], length, q.shape[3]
     given = shape, q.dtype, k_cache.shape[0], keys, values
     return _take_attention(*given, is_long, tokens is None, options)
 
@@ -188,7 +194,7 @@ def are_switched_off() -> bool:
 
 @cache
 def _take_attention(
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     dtype: mx.Dtype,
     slots: int,
     keys: _Rows,
@@ -197,7 +203,7 @@ def _take_attention(
     ragged: bool,
     options: tuple[bool, bool, bool, bool],
 ) -> bool:
-    heads, length, head_dim = shape
+    sequences, heads, length, head_dim = shape
     k, v = (_zeros((slots, 1, *sizes), form) for sizes, form in (keys, values))
     if slots == 1 and k.dtype == v.dtype and v.shape[3] < k.shape[3]:
         v = k[..., : v.shape[3]]  # latents
@@ -206,11 +212,14 @@ def _take_attention(
         ("window", "sinks", "softcap"), options, (1, _zeros((heads,), dtype), 1.0), strict=False
     ):
         given[name] = value if is_given else None
-    q = _zeros((1, heads, length, head_dim), dtype)
+    q = _zeros((sequences, heads, length, head_dim), dtype)
+    if sequences > 1:
+        given["shared_prefixes"] = _zeros((2, sequences), mx.int32)
     if ragged:
         q, given["cu_seqlens"] = q.transpose(2, 1, 0, 3), mx.array([0, length], mx.int32)
-    tables = [_zeros((1, n), mx.int32) for n in (1, -(-LONG_CONTEXT // k.shape[2]))[: 1 + is_long]]
-    lens, plan = _zeros((1,), mx.int32), _ext.metal.plan_attention
+    widths = (1, -(-LONG_CONTEXT // k.shape[2]))[: 1 + is_long]
+    tables = [_zeros((sequences, width), mx.int32) for width in widths]
+    lens, plan = _zeros((sequences,), mx.int32), _ext.metal.plan_attention
     return all([_compile(plan, q, k, v, table, lens, **given) for table in tables])
 
 
@@ -261,7 +270,7 @@ def _compile(plan: Callable[..., dict[str, Any]], *arrays: mx.array, **options: 
             is_taken, kernel = False, launch["kernel"]
             if kernel not in refused:
                 refused[kernel] = message
-                logging.warning("%s: plain MLX instead, the compiler says: %s", kernel, message)
+                logging.warning("%s is not used, the compiler says: %s", kernel, message)
     return is_taken
 
 

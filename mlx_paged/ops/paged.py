@@ -89,10 +89,14 @@ def paged_attention(
         v_scales: scales of quantized values likewise.
         shared_prefixes: ``[2, B]`` int32, which sequences begin with the same blocks. The first row
             is an order of the sequences. The second one says how many keys each sequence, in this
-            order, has in the same blocks as the one before it; 0 for the first. The answer does not
-            depend on it, bit by bit: on a CPU the keys are read once for all of them (Juravsky et
-            al. 2024, arXiv:2402.05099, section 3.2). A GPU does not use it. Wrong numbers give
-            wrong answers.
+            order, has in the same blocks as the one before it; 0 for the first. The keys are read
+            once for all of them (Juravsky et al. 2024, arXiv:2402.05099, section 3.2). On a CPU the
+            answer does not depend on it, bit by bit; on a GPU but for rounding. A GPU uses it for
+            one query token a sequence and tables of more than 512 tokens, in float16, bfloat16 and
+            quantized pools, where two sequences' heads of a KV head are at most 32 rows (16 if D or
+            D_v is above 128). It ignores it with ``window``, ``attn_mask``, ``rope_freqs``,
+            ``alibi_slopes``, ``kv_head_mapping`` or ``return_attn``, and in ``_varlen``.
+            Wrong numbers give wrong answers.
         check_tables: False skips the checks of table and length values, for callers whose tables
             are valid by construction.
         stream: stream or device; default the current one.
@@ -135,14 +139,14 @@ def paged_attention(
         "alibi_slopes": alibi_slopes,
         "return_attn": return_attn,
     }
-    result = _ext.paged_attention(  # validates, computes nothing
-        *arrays,
-        **options,
-        shared_prefixes=shared_prefixes,
-        check_tables=check_tables,
-        stream=stream,
-    )
+    others = {"check_tables": check_tables, "stream": stream}
+    # Validates, computes nothing.
+    result = _ext.paged_attention(*arrays, **options, shared_prefixes=shared_prefixes, **others)
     columns, tokens = block_tables.shape[1], q.shape[2]
+    if shared_prefixes is not None and not dispatch.takes_attention(
+        q, k, v, columns, tokens, stream, sequences=q.shape[0], **options
+    ):
+        result = _ext.paged_attention(*arrays, **options, **others)
     if not dispatch.is_native(stream, k, v, block_tables) or not dispatch.takes_attention(
         q, k, v, columns, tokens, stream, **options
     ):

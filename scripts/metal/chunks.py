@@ -53,6 +53,11 @@ zeros take its place. What the marks stand for is added after the last step. A b
 such values to the outputs itself makes the loop some 5,000 instructions longer. Then 18 registers
 spill at D 128 and 8 at D 256; in bfloat16 26 and 9.
 
+`shared keys` is the same kernel where its rows are of several sequences that begin with the same
+blocks, one token each. Its steps have the same barriers. For 16 sequences of 4,096 shared and 64
+own tokens the decode asks for 1.00 of the keys and values that are in the pool, in groups of one or
+two heads; a threadgroup has 32 rows, so that those of groups of four are asked for twice.
+
 | D | type | kernel | rows | keys | registers | spills | in flight | step | spoiled | products |
 |--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|
 """
@@ -84,12 +89,17 @@ class Row:
         return f"| {' | '.join(map(str, (*cells, *counts)))} |"
 
 
-def ours(head_dim: int, dtype: str) -> Row:
-    """The kernel as the op launches it for 64 tokens of groups of four heads."""
-    q = mx.zeros((1, 4, 64, head_dim), DTYPES[dtype])
+def ours(head_dim: int, dtype: str, shared: bool = False) -> Row:
+    """The kernel as the op launches it for groups of four heads: for 64 tokens, or for keys that
+    eight sequences share."""
+    count, tokens, columns = (8, 1, 64) if shared else (1, 64, 16)
+    q = mx.zeros((count, 4, tokens, head_dim), DTYPES[dtype])
     caches = (mx.zeros((1, 1, 16, head_dim), DTYPES[dtype]) for _ in range(2))
-    tables, lens = mx.zeros((1, 16), mx.int32), mx.ones((1,), mx.int32)
-    (launch,) = _ext.metal.plan_attention(q, *caches, tables, lens, scale=1.0)["launches"]
+    tables, lens = mx.zeros((count, columns), mx.int32), mx.ones((count,), mx.int32)
+    prefixes = mx.zeros((2, count), mx.int32) if shared else None
+    call = _ext.metal.plan_attention(q, *caches, tables, lens, scale=1.0, shared_prefixes=prefixes)
+    launch = call["launches"][0]
+    assert launch["pipeline"].endswith("_23_1") == shared
     assert prod(launch["threadgroup"]) == THREADS
     rows = int(launch["kernel"].rpartition("_r")[2])
     keys = 16 if head_dim > (64 if rows > 16 else 128) else 32
@@ -98,7 +108,8 @@ def ours(head_dim: int, dtype: str) -> Row:
     code, spills = (gpu_code(source, *others, simdgroups=n) for n in (None, FULL_LANE))
     without = gpu_code(source.replace(BRANCH, "if (false) {"), *others)
     rare = code.loop_instructions - without.loop_instructions
-    return Row(head_dim, dtype, "paged", rows, keys, code, spills.spilled, rare)
+    name = "paged, shared keys" if shared else "paged"
+    return Row(head_dim, dtype, name, rows, keys, code, spills.spilled, rare)
 
 
 def of_mlx(head_dim: int, dtype: str) -> Row:
@@ -121,6 +132,7 @@ def rows() -> Iterator[Row]:
     for head_dim in HEAD_DIMS:
         for dtype in DTYPES:
             yield ours(head_dim, dtype)
+            yield ours(head_dim, dtype, shared=True)
             if head_dim in OF_MLX:
                 yield of_mlx(head_dim, dtype)
 

@@ -25,12 +25,16 @@ from pathlib import Path
 from scripts.metal.sources import launches
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = "threadgroups", "vectors", "nonfinite", "matrix", "kernels", "traffic", "quantized"
+SUITES = (
+    *("threadgroups", "vectors", "nonfinite", "matrix", "kernels", "traffic", "quantized"),
+    "shared",
+)
 TESTS = [f"tests/ops/test_metal_{what}.py" for what in SUITES]
 FIRST = {
     "vectors.h": "nonfinite",
     "online_softmax.h": "nonfinite",
     "key_range.h": "option or OneLength",
+    "shared_prefixes.h": "TestTrees or TestWhatIsRead",
     "pool_rows.h": "hide or nothing or outside_the_window",
     "attention.h": "option or queries or nothing",
     "key_tile.h": "threadgroups or option or hide",

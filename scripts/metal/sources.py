@@ -43,6 +43,22 @@ def attention_launches(dtype: mx.Dtype, dim: int, v_dim: int, group: int) -> lis
     return list(call["launches"])
 
 
+def shared_launches(dtype: mx.Dtype) -> list[Launch]:
+    """Attention of sequences that begin with the same blocks."""
+    found = []
+    for count, dim, group in ((2, 64, 1), (8, 128, 4), (4, 256, 4)):
+        call = _ext.metal.plan_attention(
+            mx.zeros((count, group, 1, dim), dtype),
+            *(mx.zeros((1, 1, BLOCK_SIZE, dim), dtype) for _ in range(2)),
+            mx.zeros((count, NUM_COLUMNS), mx.int32),
+            mx.ones((count,), mx.int32),
+            scale=1.0,
+            shared_prefixes=mx.zeros((2, count), mx.int32),
+        )
+        found += call["launches"]
+    return found
+
+
 def pool_launches(dtype: mx.Dtype) -> list[Launch]:
     """A write of rows and a copy of a block."""
     k_cache, v_cache = (mx.zeros((1, 2, BLOCK_SIZE, 64), dtype) for _ in range(2))
@@ -78,6 +94,7 @@ def launches() -> Iterator[Launch]:
     for dtype in DTYPES:
         for heads in HEADS:
             yield from attention_launches(dtype, *heads)
+        yield from shared_launches(dtype)
         yield from pool_launches(dtype)
         for forms in FORMATS.values():
             yield from quantized_launches(dtype, *forms)

@@ -51,11 +51,12 @@ def test_the_document_compares_the_rows_that_it_has() -> None:
 
 
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("shared", [False, True], ids=["chunks", "shared keys"])
 @pytest.mark.parametrize("dtype", chunks.DTYPES)
 @pytest.mark.parametrize("head_dim", chunks.HEAD_DIMS)
-def test_the_document_has_the_counts_of_chunks(head_dim: int, dtype: str) -> None:
+def test_the_document_has_the_counts_of_chunks(head_dim: int, dtype: str, shared: bool) -> None:
     """And in no case a lane needs more registers than it has."""
-    row = chunks.ours(head_dim, dtype)
+    row = chunks.ours(head_dim, dtype, shared)
     assert str(row) in DOCUMENT.read_text().splitlines(), "run python -m scripts.metal.chunks"
     assert row.spills == 0
 
