@@ -120,7 +120,6 @@ class BatchTables:
                 entries, lengths = tables.rows(rows, self.group), tables.lengths(rows, self.group)
                 common = common_prefixes(entries, lengths)
                 common[1] *= self._allocator.block_size
-                common[1, common[1] < FEWEST_SHARED] = 0
                 found[:, : len(seq_ids)] = common
             shared = mx.array(found), int(found[1].sum())
             self._shared = known = list(seq_ids), padding, tables.version, shared
