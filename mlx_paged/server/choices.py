@@ -65,8 +65,8 @@ class CompletionChoice:
         self.is_cut = False  # it has ended before its completion, which is to be aborted
         self.completion: Completion | None = None  # None until the last token
         self._fields = fields
-        self._service, self._tokenizer = model.service, model.tokenizer
-        tokenizer = model.tokenizer
+        self._model = model
+        self._tokenizer = tokenizer = model.tokenizer
         tools = fields.get("tools") or None
         self._parse = ToolCallFormatter(tokenizer.tool_parser, tools, fields["stream"])
         self._state = model.machines[tools is not None].make_state(prompt.state)
@@ -105,7 +105,7 @@ class CompletionChoice:
             return None
         if self.completion.error is not None:
             return Refusal(500, f"the completion failed: {self.completion.error}")
-        runs = self._service.is_running
+        runs = self._model.service.is_running
         why = "the client reads too slowly" if runs else "the server is stopping"
         return Refusal(503, f"the answer ended early: {why}")
 

@@ -34,8 +34,8 @@ struct LayerKernels {
                  int32_t width, bool traditional, void* out);
 
   // Of one row: log(sum(e^x)); the first index at which x minus this sum, both and their difference
-  // rounded to the dtype, is largest. NaN is above all numbers. As of all kernels with `allowed`, x[i]
-  // counts as -inf where bit i % 32 of allowed[i / 32] is 0; allowed may be null.
+  // rounded to the dtype, is largest. NaN is above all numbers. As of all kernels with `allowed`,
+  // x[i] counts as -inf where bit i % 32 of allowed[i / 32] is 0; allowed may be null.
   void (*likeliest)(const void* x, const void* allowed, int32_t width, float out[2]);
 
   // out = x; out may be x.
