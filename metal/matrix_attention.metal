@@ -122,7 +122,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   if (SHARES) {
     const int first = int(group_position.y);
     const Run run = run_in_split(first, split, p.keys_per_shared_split, lane, prefixes,
-                                 p.num_sequences, max_keys);
+                                 context_lens, p.context_stride, p.num_sequences, max_keys);
     const int count = run.stop - run.first;
     const int num_parts = (count - 1) / (ROWS / p.group) + 1;
     const int most = (count - 1) / num_parts + 1;  // sequences of a threadgroup
@@ -139,24 +139,19 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     return;
   }
   const bool has_keys = !HAS_SEQLENS || tile.sequence < p.num_sequences;
-  const int context = has_keys ? context_of(tile.sequence, context_lens, p) : 0;
+  const int length = has_keys ? context_lens[tile.sequence * p.context_stride] : 0;
+  const int context = clamp(length, 0, max_keys);
   const int last_row = tile.first_row + num_rows - 1;
   KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
   KeyRange of_last = keys_of_row(tile, last_row, context, p);
   int split_begin = split * p.keys_per_split;
   int slot_of_split = split;
   if (SHARES) {
-    int least = max_keys;
-    if (lane < tile.num_tokens) {
-      const RowPlace place = place_of(tile, lane * p.group, prefixes, p);
-      least = context_of(place.sequence, context_lens, p);
-    }
-    of_first.stop = simd_min(least);
-    of_last.first = 0;
+    of_first.first = 0;
     of_last.stop = shared_stop;
   } else if (HAS_PREFIXES) {
     const int own = first_own_key(tile.sequence, p.keys_per_shared_split, lane, prefixes,
-                                  p.num_sequences, max_keys);
+                                  context_lens, p.context_stride, p.num_sequences, max_keys);
     split_begin += own;
     slot_of_split += (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
   }
@@ -174,9 +169,8 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   const int team_lane = thread_index % TEAM;
   KeyRange seen = keys_of_row(tile, tile.first_row + team_row, context, p);
   if (SHARES) {
-    const RowPlace place = place_of(tile, min(team_row, num_rows - 1), prefixes, p);
     seen.first = 0;
-    seen.stop = context_of(place.sequence, context_lens, p);
+    seen.stop = max_keys;
   }
   float running_max = LOWEST;
   float running_sum = 0.0f;  // over the scores of this thread
@@ -233,7 +227,8 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   }
   int half_of_places = 0;
   for (int base = begin; base < end; base += KEYS) {
-    const bool all_seen = base >= of_last.first && min(base + KEYS, end) <= of_first.stop;
+    const bool all_seen = SHARES ||
+        (base >= of_last.first && min(base + KEYS, end) <= of_first.stop);
     const threadgroup uint* places = k_places + half_of_places;
     const int next_half = KEYS - half_of_places;
 

@@ -70,11 +70,6 @@ inline long row_index(RowPlace place, int row, int head_slot, constant Attention
                      : (long(place.sequence) * p.num_heads + head) * p.num_tokens + place.token;
 }
 
-// The keys of a sequence.
-inline int context_of(int sequence, const device int* context_lens, constant AttentionParams& p) {
-  return clamp(context_lens[sequence * p.context_stride], 0, p.max_blocks * BLOCK_SIZE);
-}
-
 // The keys that a row sees.
 inline KeyRange keys_of_row(RowTile tile, int row, int context, constant AttentionParams& p) {
   const int position = context - tile.num_tokens + row / p.group;

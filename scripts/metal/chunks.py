@@ -97,9 +97,7 @@ def ours(head_dim: int, dtype: str, shared: bool = False) -> Row:
     caches = (mx.zeros((1, 1, 16, head_dim), DTYPES[dtype]) for _ in range(2))
     tables, lens = mx.zeros((count, columns), mx.int32), mx.ones((count,), mx.int32)
     prefixes = mx.zeros((2, count), mx.int32) if shared else None
-    call = _ext.metal.plan_attention(
-        q, *caches, tables, lens, scale=1.0, shared_prefixes=prefixes
-    )
+    call = _ext.metal.plan_attention(q, *caches, tables, lens, scale=1.0, shared_prefixes=prefixes)
     launch = call["launches"][0]
     assert launch["pipeline"].endswith("_23_1") == shared
     assert prod(launch["threadgroup"]) == THREADS

@@ -78,9 +78,8 @@ def few(contexts: list[int], **sizes: Any) -> Case:
 
 
 class TestTrees:
-    @pytest.mark.parametrize(
-        "seed", [s if s < 3 else pytest.param(s, marks=pytest.mark.slow) for s in range(40)]
-    )
+    @pytest.mark.sampled(13)
+    @pytest.mark.parametrize("seed", range(40))
     def test_random_ones(self, seed):
         """Of sequences in any order, and some rows of padding."""
         rng = np.random.default_rng(seed)
@@ -102,6 +101,7 @@ class TestTrees:
             case, prefixes = with_padding(case, prefixes, int(rng.integers(1, 4)))
         assert_matches_float64(metal, case, prefixes)
 
+    @pytest.mark.sampled(7)
     @pytest.mark.parametrize("common", [48, 64, 240, 256, 272, 304, 320, 512, 528, 576])
     def test_ends_of_splits(self, metal, common):
         """Of shared keys, around those of a split and the fewest that are worth it; contexts end
@@ -124,11 +124,14 @@ class TestTrees:
         want, _ = case.expected()
         assert worst_error(out[1:], want[1:]) < TOLERANCE[mx.float16]
 
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize("heads", [(4, 1), (3, 1), (16, 2), (2, 2)], ids=str)
     @pytest.mark.parametrize("count", [7, 33])
     def test_more_sequences_than_a_threadgroup_has_rows_for(self, heads, count):
         metal = MetalRunner(*WAYS["shuffled"])
-        case = few([SPLIT + 70 + i for i in range(count)], num_heads=heads[0], num_kv_heads=heads[1])
+        case = few(
+            [SPLIT + 70 + i for i in range(count)], num_heads=heads[0], num_kv_heads=heads[1]
+        )
         spare = mx.zeros((count, 40), mx.int32)
         case.block_tables = mx.concatenate([case.block_tables, spare], axis=1)
         assert_matches_float64(metal, case, same_first_blocks(case, SPLIT // 16 + 4))
