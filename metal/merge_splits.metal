@@ -54,8 +54,8 @@ template <typename Q, int DV>
   const int begin = keys.first / split_keys;
   int end = min((keys.stop + split_keys - 1) / split_keys, p.num_splits);
   if (HAS_PREFIXES) {
-    const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes, context_lens,
-                                  p.context_stride, p.num_places, p.max_keys);
+    const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,
+                                  context_lens, p.context_stride, p.num_places, p.max_keys);
     end = (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
     end += (max(keys.stop - own, 0) + split_keys - 1) / split_keys;
   }
