@@ -46,8 +46,7 @@ inline float team_sum(float value) {
 }
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. In a ragged batch the row
-// tiles are those of all sequences and of the tokens after the last one. Of shared keys, those
-// threadgroups stay whose place in the order of the sequences is the first of their rows.
+// tiles are those of all sequences and of the tokens after the last one.
 template <typename K, typename V, typename T, int D, int DV, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void matrix_attention(
     const device T* q [[buffer(0)]],
@@ -111,54 +110,31 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   RowTile tile;
   if (HAS_SEQLENS) {
     tile = ragged_tile<ROWS>(tile_index, cu_seqlens, p);
+  } else if (SHARES) {
+    tile = shared_tile<ROWS>(int(group_position.y), split, lane, prefixes, context_lens, p);
   } else {
     tile.sequence = int(group_position.y);
     tile.first_token = 0;
     tile.num_tokens = p.num_tokens;
     tile.first_row = tile_index * ROWS;
   }
-  const int max_keys = p.max_blocks * BLOCK_SIZE;
-  int shared_stop = 0;
-  if (SHARES) {
-    const int first = int(group_position.y);
-    const Run run = run_in_split(first, split, p.keys_per_shared_split, lane, prefixes,
-                                 p.num_sequences, max_keys);
-    const int count = run.stop - run.first;
-    const int num_parts = (count - 1) / (ROWS / p.group) + 1;
-    const int most = (count - 1) / num_parts + 1;  // sequences of a threadgroup
-    if (count == 1 || (first - run.first) % most != 0) {
-      return;
-    }
-    tile.first_token = first;
-    tile.num_tokens = min(most, run.stop - first);
-    tile.sequence = place_of(tile, 0, prefixes, p).sequence;
-    shared_stop = run.common;
-  }
   const int num_rows = min(ROWS, tile.num_tokens * p.group - tile.first_row);
-  if (HAS_SEQLENS && num_rows <= 0) {
+  if ((HAS_SEQLENS || SHARES) && num_rows <= 0) {
     return;
   }
   const bool has_keys = !HAS_SEQLENS || tile.sequence < p.num_sequences;
-  const int context = has_keys ? context_of(tile.sequence, context_lens, p) : 0;
-  const int last_row = tile.first_row + num_rows - 1;
-  KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
-  KeyRange of_last = keys_of_row(tile, last_row, context, p);
+  const int length = has_keys ? context_lens[tile.sequence * p.context_stride] : 0;
+  const int context = clamp(length, 0, p.max_blocks * BLOCK_SIZE);
+  const KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
+  const KeyRange of_last = keys_of_row(tile, tile.first_row + num_rows - 1, context, p);
   int split_begin = split * p.keys_per_split;
-  int slot_of_split = split;
-  if (SHARES) {
-    int least = max_keys;
-    if (lane < tile.num_tokens) {
-      const RowPlace place = place_of(tile, lane * p.group, prefixes, p);
-      least = context_of(place.sequence, context_lens, p);
-    }
-    of_first.stop = simd_min(least);
-    of_last.first = 0;
-    of_last.stop = shared_stop;
-  } else if (HAS_PREFIXES) {
-    const int own = first_own_key(tile.sequence, p.keys_per_shared_split, lane, prefixes,
-                                  p.num_sequences, max_keys);
+  int slot = split;
+  if (HAS_PREFIXES && !SHARES) {
+    const int own =
+        first_own_key(tile.sequence, p.keys_per_shared_split, lane, prefixes, context_lens,
+                      p.context_stride, p.num_sequences, p.max_blocks * BLOCK_SIZE);
     split_begin += own;
-    slot_of_split += (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
+    slot += (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
   }
   const int begin = max(of_first.first, split_begin);
   const int end = min(of_last.stop, split_begin + p.keys_per_split);
@@ -172,12 +148,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   // This thread's row of scores.
   const int team_row = thread_index / TEAM;
   const int team_lane = thread_index % TEAM;
-  KeyRange seen = keys_of_row(tile, tile.first_row + team_row, context, p);
-  if (SHARES) {
-    const RowPlace place = place_of(tile, min(team_row, num_rows - 1), prefixes, p);
-    seen.first = 0;
-    seen.stop = context_of(place.sequence, context_lens, p);
-  }
+  const KeyRange seen = keys_of_row(tile, tile.first_row + team_row, context, p);
   float running_max = LOWEST;
   float running_sum = 0.0f;  // over the scores of this thread
 
@@ -233,7 +204,8 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   }
   int half_of_places = 0;
   for (int base = begin; base < end; base += KEYS) {
-    const bool all_seen = base >= of_last.first && min(base + KEYS, end) <= of_first.stop;
+    const bool all_seen =
+        SHARES || (base >= of_last.first && min(base + KEYS, end) <= of_first.stop);
     const threadgroup uint* places = k_places + half_of_places;
     const int next_half = KEYS - half_of_places;
 
@@ -390,8 +362,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   if (team_lane == 0 && team_row < num_rows) {
     const int row = tile.first_row + team_row;
     if (SPLIT) {
-      const long number = row_index(place_of(tile, row, prefixes, p), row, head_slot, p);
-      const long partial = number * p.num_splits + slot_of_split;
+      const long partial = row_index(tile, row, head_slot, prefixes, p) * p.num_splits + slot;
       partial_sums[2 * partial] = running_max;
       partial_sums[2 * partial + 1] = sum;
       factors[team_row] = 1.0f;
@@ -414,8 +385,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
       const float first = (outputs[i].thread_elements()[0] + marked(own)) * factors[tile_row];
       const float second = (outputs[i].thread_elements()[1] + marked(own >> 2)) * factors[tile_row];
       if (SPLIT) {
-        const long number = row_index(place_of(tile, row, prefixes, p), row, head_slot, p);
-        const long partial = number * p.num_splits + slot_of_split;
+        const long partial = row_index(tile, row, head_slot, prefixes, p) * p.num_splits + slot;
         partial_out[partial * DV + column] = first;
         partial_out[partial * DV + column + 1] = second;
       } else {

@@ -55,7 +55,7 @@ template <typename Q, int DV>
   int end = min((keys.stop + split_keys - 1) / split_keys, p.num_splits);
   if (HAS_PREFIXES) {
     const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,
-                                  p.num_places, p.max_keys);
+                                  context_lens, p.context_stride, p.num_places, p.max_keys);
     end = (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
     end += (max(keys.stop - own, 0) + split_keys - 1) / split_keys;
   }

@@ -68,7 +68,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   int slot_of_split = split;
   if (HAS_PREFIXES) {
     const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,
-                                  p.num_sequences, max_keys);
+                                  context_lens, p.context_stride, p.num_sequences, max_keys);
     split_begin += own;
     slot_of_split += (own + p.keys_per_shared_split - 1) / p.keys_per_shared_split;
   }

@@ -37,8 +37,8 @@ struct AttentionParams {
   int rope_pairs;  // R / 2
   float scale;     // multiplies q.k
   float softcap;
-  int num_sequences;   // B
-  int first_sequence;  // of a ragged batch, that this launch computes
+  int num_sequences;          // B
+  int first_sequence;         // of a ragged batch, that this launch computes
   int keys_per_shared_split;  // of keys that several sequences share, if any do
 };
 
@@ -54,7 +54,7 @@ struct MergeParams {
   int num_splits;
   int keys_per_split;
   int is_causal;
-  int window;  // the most keys that a query sees; 0 if it sees all
+  int window;                 // the most keys that a query sees; 0 if it sees all
   int num_places;             // B, if sequences share keys
   int keys_per_shared_split;  // as in AttentionParams
 };

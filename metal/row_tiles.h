@@ -13,6 +13,7 @@ struct RowTile {
   int first_token;
   int num_tokens;
   int first_row;
+  int shared_stop;  // where the keys that they share end in this split
 };
 
 // In a ragged batch sequence s has the tiles from this one on; s = B has the tokens after the last.
@@ -63,20 +64,41 @@ inline RowPlace place_of(RowTile tile, int row, const device int* prefixes,
   return place;
 }
 
+// The tile that begins at a place in the order of the sequences; without tokens if none does.
+template <int ROWS>
+inline RowTile shared_tile(int place, int split, int lane, const device int* prefixes,
+                           const device int* context_lens, constant AttentionParams& p) {
+  const Run run = run_in_split(place, split, p.keys_per_shared_split, lane, prefixes, context_lens,
+                               p.context_stride, p.num_sequences, p.max_blocks * BLOCK_SIZE);
+  const int count = run.stop - run.first;
+  const int num_tiles = (count - 1) / (ROWS / p.group) + 1;
+  const int most = (count - 1) / num_tiles + 1;
+  RowTile tile;
+  tile.sequence = 0;
+  tile.first_token = place;
+  tile.num_tokens = count > 1 && (place - run.first) % most == 0 ? min(most, run.stop - place) : 0;
+  tile.first_row = 0;
+  tile.shared_stop = run.common;
+  tile.sequence = place_of(tile, 0, prefixes, p).sequence;
+  return tile;
+}
+
 // The number of a query row among all rows of the call.
-inline long row_index(RowPlace place, int row, int head_slot, constant AttentionParams& p) {
+inline long row_index(RowTile tile, int row, int head_slot, const device int* prefixes,
+                      constant AttentionParams& p) {
+  const RowPlace place = place_of(tile, row, prefixes, p);
   const int head = head_slot * p.group + row % p.group;
   return HAS_SEQLENS ? long(place.token) * p.num_heads + head
                      : (long(place.sequence) * p.num_heads + head) * p.num_tokens + place.token;
 }
 
-// The keys of a sequence.
-inline int context_of(int sequence, const device int* context_lens, constant AttentionParams& p) {
-  return clamp(context_lens[sequence * p.context_stride], 0, p.max_blocks * BLOCK_SIZE);
-}
-
 // The keys that a row sees.
 inline KeyRange keys_of_row(RowTile tile, int row, int context, constant AttentionParams& p) {
   const int position = context - tile.num_tokens + row / p.group;
-  return key_range(position, context, CAUSAL, HAS_WINDOW ? p.window : 0);
+  KeyRange keys = key_range(position, context, CAUSAL, HAS_WINDOW ? p.window : 0);
+  if (SHARES) {
+    keys.first = 0;
+    keys.stop = tile.shared_stop;
+  }
+  return keys;
 }

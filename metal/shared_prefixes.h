@@ -19,22 +19,30 @@ struct Run {
   int common;
 };
 
-// How many first keys a place shares with the one before, of the most that a table has.
-inline int shared_keys(int place, const device int* prefixes, int count, int most) {
-  return place > 0 && place < count ? clamp(prefixes[count + place], 0, most) : 0;
+// How many first keys a place shares with the one before: no more than both contexts have, or a
+// table.
+inline int shared_keys(int place, const device int* prefixes, const device int* context_lens,
+                       int stride, int count, int most) {
+  if (place <= 0 || place >= count) {
+    return 0;
+  }
+  const int before = clamp(prefixes[place - 1], 0, count - 1);
+  const int own = clamp(prefixes[place], 0, count - 1);
+  const int context = min(context_lens[before * stride], context_lens[own * stride]);
+  return clamp(prefixes[count + place], 0, clamp(context, 0, most));
 }
 
 // The run of a place: neighbours share `lowest` keys at least, fewer than `end`, and with others
 // fewer than that, too. All lanes have the same place.
-inline Run run_of(int place, int lowest, int end, int lane, const device int* prefixes, int count,
-                  int most) {
+inline Run run_of(int place, int lowest, int end, int lane, const device int* prefixes,
+                  const device int* context_lens, int stride, int count, int most) {
   Run run;
   run.first = 0;
   run.stop = count;
   for (int i = lane; i < count; i += LANES) {
-    const int same = shared_keys(i, prefixes, count, most);
-    const int around = max(shared_keys(i - 1, prefixes, count, most),
-                           shared_keys(i + 1, prefixes, count, most));
+    const int same = shared_keys(i, prefixes, context_lens, stride, count, most);
+    const int around = max(shared_keys(i - 1, prefixes, context_lens, stride, count, most),
+                           shared_keys(i + 1, prefixes, context_lens, stride, count, most));
     if (same < lowest || max(same, around) >= end) {  // it begins a run
       run.first = i <= place ? max(run.first, i) : run.first;
       run.stop = i > place ? min(run.stop, i) : run.stop;
@@ -44,7 +52,7 @@ inline Run run_of(int place, int lowest, int end, int lane, const device int* pr
   run.stop = simd_min(run.stop);
   run.common = most;
   for (int i = run.first + 1 + lane; i < run.stop; i += LANES) {
-    run.common = min(run.common, shared_keys(i, prefixes, count, most));
+    run.common = min(run.common, shared_keys(i, prefixes, context_lens, stride, count, most));
   }
   run.common = simd_min(run.common);
   return run;
@@ -52,18 +60,18 @@ inline Run run_of(int place, int lowest, int end, int lane, const device int* pr
 
 // The run of a place in a split of the shared keys; of one place if it shares none of it.
 inline Run run_in_split(int place, int split, int split_keys, int lane, const device int* prefixes,
-                        int count, int most) {
+                        const device int* context_lens, int stride, int count, int most) {
   const int lowest = split * split_keys + FEWEST_SHARED;
   const int end = (split + 1) * split_keys;
-  const int same = max(shared_keys(place, prefixes, count, most),
-                       shared_keys(place + 1, prefixes, count, most));
+  const int same = max(shared_keys(place, prefixes, context_lens, stride, count, most),
+                       shared_keys(place + 1, prefixes, context_lens, stride, count, most));
   Run run;
   run.first = place;
   run.stop = place + 1;
   run.common = 0;
   if (same >= lowest) {
     run = run_of(place, same < end ? lowest : end, same < end ? end : int(MOST_KEYS), lane,
-                 prefixes, count, most);
+                 prefixes, context_lens, stride, count, most);
     run.common = min(run.common, end);
   }
   return run;
@@ -71,15 +79,16 @@ inline Run run_in_split(int place, int split, int split_keys, int lane, const de
 
 // The first key of a sequence that is its own.
 inline int first_own_key(int sequence, int split_keys, int lane, const device int* prefixes,
-                         int count, int most) {
+                         const device int* context_lens, int stride, int count, int most) {
   int place = count;
   for (int i = lane; i < count; i += LANES) {
     place = prefixes[i] == sequence ? min(place, i) : place;
   }
   place = simd_min(place);
-  const int same = max(shared_keys(place, prefixes, count, most),
-                       shared_keys(place + 1, prefixes, count, most));
+  const int same = max(shared_keys(place, prefixes, context_lens, stride, count, most),
+                       shared_keys(place + 1, prefixes, context_lens, stride, count, most));
   const int split = same / split_keys;
-  const Run run = run_in_split(place, split, split_keys, lane, prefixes, count, most);
+  const Run run =
+      run_in_split(place, split, split_keys, lane, prefixes, context_lens, stride, count, most);
   return run.stop - run.first > 1 ? run.common : split * split_keys;
 }

@@ -26,7 +26,7 @@ LENGTHS = *range(1, _ext.metal.MOST_ROWS + 1), 8, 64
 lengths have the pipelines of the next length, or of the last one."""
 
 MOST_TOGETHER = 32
-"""Sequences whose shared keys a threadgroup computes. Calls of more have the pipelines of so many."""
+"""Sequences whose shared keys a threadgroup computes, at most."""
 
 SHORT_CONTEXT, LONG_CONTEXT = 512, 8192  # tokens; longer contexts may be split over threadgroups
 

@@ -139,14 +139,22 @@ def paged_attention(
         "alibi_slopes": alibi_slopes,
         "return_attn": return_attn,
     }
-    others = {"check_tables": check_tables, "stream": stream}
-    # Validates, computes nothing.
-    result = _ext.paged_attention(*arrays, **options, shared_prefixes=shared_prefixes, **others)
+
+    def call(prefixes: mx.array | None) -> mx.array | Any:  # validates, computes nothing
+        return _ext.paged_attention(
+            *arrays,
+            **options,
+            shared_prefixes=prefixes,
+            check_tables=check_tables,
+            stream=stream,
+        )
+
+    result = call(shared_prefixes)
     columns, tokens = block_tables.shape[1], q.shape[2]
     if shared_prefixes is not None and not dispatch.takes_attention(
         q, k, v, columns, tokens, stream, sequences=q.shape[0], **options
     ):
-        result = _ext.paged_attention(*arrays, **options, **others)
+        result = call(None)
     if not dispatch.is_native(stream, k, v, block_tables) or not dispatch.takes_attention(
         q, k, v, columns, tokens, stream, **options
     ):

@@ -122,7 +122,7 @@ def test_gathering_compiles_no_attention(monkeypatch):
 
 
 def test_ragged_steps_need_few_pipelines(monkeypatch):
-    """Those that an engine dispatches, and no others."""
+    """Those that an engine dispatches, and no others but for keys that more sequences share."""
     half = HalfModel("llama", num_hidden_layers=2)
     gpu = RefusingGPU(monkeypatch)
     pipelines = gpu.runner.trace.pipelines
@@ -136,7 +136,8 @@ def test_ragged_steps_need_few_pipelines(monkeypatch):
     pipelines.clear()
     engine, _ = complete(half, prompts=[PROMPTS[0], PROMPTS[1], LONG], prewarm=False)
     engine.generate([LONG + PROMPTS[0]], max_tokens=1)  # a short chunk after a long prefix
-    assert set(pipelines) == warmed
+    assert set(pipelines) <= warmed
+    assert all(name.endswith("_23_1") for name in warmed - set(pipelines))
 
 
 def test_a_chunk_and_a_decode_are_computed_before_the_first_request(monkeypatch):
