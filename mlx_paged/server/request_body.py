@@ -159,8 +159,6 @@ def _adapt(fields: Fields, max_samples: int) -> None:
         fields["logit_bias"] = {int(key): float(x) for key, x in fields["logit_bias"].items()}
     except (ValueError, TypeError, OverflowError):
         raise ValueError("logit_bias: expected numbers by token id") from None
-    largest = max(map(abs, fields["logit_bias"].values()), default=0)
-    require(largest <= 100, "logit_bias", "numbers from -100 to 100", largest)
     if not isinstance(fields["logprobs"], bool):  # the number in requests for texts
         fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
     fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0

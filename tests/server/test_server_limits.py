@@ -52,7 +52,6 @@ BAD_BODIES = {
         "logit_bias: expected numbers by token id",
     ),
     "biased token": ({"prompt": "a", "logit_bias": {"9999": 1}}, "token ids below 1792"),
-    "large bias": ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias: expected numbers from"),
     "seed": ({"prompt": "a", "seed": 2**64}, "seed: expected from -9223372036854775808 to 1844"),
     "presence": ({"prompt": "a", "presence_penalty": 3}, "presence_penalty: expected from -2 to 2"),
     "frequency": (

@@ -84,7 +84,7 @@ def test_fields_of_vllm_are_obeyed(server, nested, kind, value, pattern):
         ({"guided_json": {"type": "string", "format": "nope"}}, "Unknown format: nope"),
         ({"guided_regex": "(" * 9}, "unclosed group"),
         ({"guided_regex": "a" * 70_000}, "65536"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "nothing beside guided_regex"),
         ({"guided_choice": "b"}, "guided_choice"),
         ({"guided_json": [1]}, "guided_json"),
         ({"structured_outputs": {"whitespace": 1}}, "structured_outputs.whitespace"),
