@@ -129,7 +129,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   const KeyRange of_last = keys_of_row(tile, tile.first_row + num_rows - 1, context, p);
   int split_begin = split * p.keys_per_split;
   int slot = split;
-  if (HAS_PREFIXES && !SHARES) {
+  if (HAS_PREFIXES && !SHARES && split_begin < context) {
     const int own =
         first_own_key(tile.sequence, p.keys_per_shared_split, lane, prefixes, context_lens,
                       p.context_stride, p.num_sequences, p.max_blocks * BLOCK_SIZE);

@@ -66,7 +66,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   const int context = clamp(context_lens[sequence * p.context_stride], 0, max_keys);
   int split_begin = split * p.keys_per_split;
   int slot_of_split = split;
-  if (HAS_PREFIXES) {
+  if (HAS_PREFIXES && split_begin < context) {
     const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,
                                   context_lens, p.context_stride, p.num_sequences, max_keys);
     split_begin += own;

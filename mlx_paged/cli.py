@@ -140,7 +140,7 @@ def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
         ("--preempt", VICTIMS, VICTIMS[0], "", "who loses its KV blocks when the pool is full"),
         ("--compile", ON_OFF, None, "", "decode by graphs (default: on a CPU, if it is faster)"),
         ("--cpu-linear", ON_OFF, None, "", "on a CPU: own kernels for linear layers (default: on)"),
-        ("--cascade", ON_OFF, True, "", "on a CPU: read K/V once that running requests share"),
+        ("--cascade", ON_OFF, True, "", "read K/V once that running requests share"),
         ("--no-prefix-cache", SWITCH, False, "", "do not share K/V of prompts that begin alike"),
         ("--kv-disk", str, None, "DIR", "keep K/V in this directory too, beyond the process"),
         ("--kv-disk-gb", MEMORY, None, "N", "GB in it at most (default: 20)"),

@@ -205,7 +205,7 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
 int affordable_splits(const AttentionInputs& in) {
   const int64_t row_bytes = (int64_t{dim_of(in.v_cache)} + 2) * sizeof(float);
   return static_cast<int>(
-      std::clamp<int64_t>(kMaxPartialBytes / (num_rows(in) * row_bytes), 1, kMaxSplits));
+      std::clamp<int64_t>(kMaxPartialBytes / (num_rows(in) * row_bytes), 1, 2 * kMaxSplits));
 }
 
 Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int threadgroups,

@@ -94,48 +94,55 @@ bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options)
          (in.cu_seqlens || group * in.q.shape(2) > most_shared_rows(in));
 }
 
-AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options) {
+AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options,
+                                  int most_splits) {
   const int heads = in.k_cache.shape(0), group = in.q.shape(1) / heads, rows = rows_of_tile(in);
   const int row_tiles = num_row_tiles(in, options, group, rows);
   const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
   const int threadgroups = heads * row_tiles * (in.cu_seqlens ? 1 : in.q.shape(0));
   const int most = std::max(1, kMostThreadgroups / std::max(1, threadgroups));
-  const Splits splits = split_keys(in, options, threadgroups, is_decode ? kMaxSplits : most);
+  const Splits splits = split_keys(in, options, threadgroups, is_decode ? most_splits : most);
   const int of_no_sequence = in.cu_seqlens ? 1 : 0;  // for tokens after the last sequence
   return {true, heads, group, rows, row_tiles + of_no_sequence, splits};
 }
 
 // Rows of a threadgroup: all rows, rounded up to a power of two, or as many as it may have.
-AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options) {
+AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options,
+                                int most_splits) {
   const int heads = in.kv_head_mapping ? in.q.shape(1) : in.k_cache.shape(0);
   const int group = in.q.shape(1) / heads, num_rows = group * in.q.shape(2);
   const int rows = std::min(num_rows > 2 ? kMaxSharedRows : num_rows, most_shared_rows(in));
   const int row_tiles = ceil_div(num_rows, rows);
-  const Splits splits = split_keys(in, options, heads * row_tiles * in.q.shape(0));
+  const Splits splits = split_keys(in, options, heads * row_tiles * in.q.shape(0), most_splits);
   return {false, heads, group, rows, row_tiles, splits};
 }
 
 // The geometry that a call of its own has.
-AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
-  return supports_matrix(in, options) ? matrix_geometry(in, options) : tile_geometry(in, options);
+AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& options,
+                           int most_splits = kMaxSplits) {
+  return (supports_matrix(in, options) ? matrix_geometry : tile_geometry)(in, options, most_splits);
 }
 
-// The launch for the keys that sequences of one token share, beside that for their own ones. None
-// if a threadgroup has too few rows for two sequences, or there is no kernel for such a call. What
-// a window has left is in no table.
+// The launch for the keys that sequences of one token share, beside that for their own ones, which
+// gets fewer splits if there is no memory for both. None if a threadgroup has too few rows for two
+// sequences, or there is no kernel for such a call. What a window has left is in no table.
 std::optional<AttentionGeometry> shared_geometry(const AttentionInputs& in,
                                                  const AttentionOptions& options,
-                                                 const AttentionGeometry& own) {
+                                                 AttentionGeometry& own) {
   const int heads = in.k_cache.shape(0), group = in.q.shape(1) / heads, batch = in.q.shape(0);
   const int rows = most_rows(in, group * batch), together = std::min(rows / group, batch);
   if (!in.shared_prefixes || in.cu_seqlens || in.q.shape(2) > 1 || own.splits.count == 1 ||
       together < 2 || options.window || !matrix_takes(in, options)) {
     return std::nullopt;
   }
-  const int room = affordable_splits(in) - own.splits.count;
-  if (room < 1) {
+  const int affordable = affordable_splits(in), most_own = affordable - ceil_div(affordable, 4);
+  if (most_own < 1) {
     return std::nullopt;
   }
+  if (own.splits.count > most_own) {
+    own = geometry(in, options, most_own);
+  }
+  const int room = std::min(affordable - own.splits.count, kMaxSplits);
   Splits splits = split_keys(in, options, heads * ceil_div(batch, together), room);
   splits.shared_keys = splits.keys;
   splits.stored += own.splits.count;
@@ -178,7 +185,7 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
         ", with head dimensions ", in.q.shape(3), " and ", dim_of(in.v_cache),
         ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
   }
-  AttentionGeometry chunks = matrix_geometry(in, options);
+  AttentionGeometry chunks = matrix_geometry(in, options, kMaxSplits);
   if (options.num_decodes == 0) {
     return plan_call(in, options);
   }

@@ -80,8 +80,8 @@ class Engine(WaitingCalls):
             (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.
         cpu_linear: compute linear layers on a CPU by this package's kernels (docs/cpu-linear.md).
             None: unless MLX_PAGED_CPU_LINEAR is 0. GPUs keep MLX's.
-        cascade: let decodes whose contexts begin with the same blocks attend to these together, on
-            a CPU: forks, samples, requests with one system prompt. Every token stays the same.
+        cascade: let decodes whose contexts begin with the same blocks attend to these together:
+            forks, samples, requests with one system prompt. On a CPU every token stays the same.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
