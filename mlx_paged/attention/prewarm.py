@@ -20,8 +20,8 @@ from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT
 
 NUM_BLOCKS = 2
-SHARING = 2, 4, 8, 16, 32
-"""Sequences that may share keys: enough for each number of rows that a threadgroup has."""
+SHARING = 4, 32
+"""Sequences that may share keys: few and many. Calls between may have a pipeline of their own."""
 
 
 @dataclass(frozen=True, slots=True)
