@@ -99,7 +99,7 @@ def pool_ops(is_compiled: bool, layers: dict[str, Any]) -> list[Op]:
 @pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "windows"])
 def test_a_compiled_step_touches_what_the_plain_one_does_in_the_same_order(layers):
     touched = [
-        [(op.name, [(a.is_write, a.units) for a in op.all_accesses()]) for op in ops]
+        [(op.name, [(a.is_write, a.units) for a in op.all_accesses() if a.units]) for op in ops]
         for ops in (pool_ops(flag, layers) for flag in (False, True))
     ]
     assert touched[0] == touched[1]

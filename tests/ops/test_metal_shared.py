@@ -161,7 +161,7 @@ class TestTrees:
         assert len(set(prefixes[1].tolist())) > 2
         assert_matches_float64(metal, case, prefixes)
 
-    @pytest.mark.parametrize("kv_bits", [8, "8,4"])
+    @pytest.mark.parametrize("kv_bits", [8, 4])
     def test_quantized_pools(self, metal, kv_bits):
         case, expected = quantized_case(
             kv_bits, [900, 700, 650, 530], num_heads=8, dtype=mx.float16, seed=1
@@ -296,6 +296,4 @@ class TestWhen:
             prefixes = mx.zeros((2, batch), mx.int32)
             call = _ext.metal.plan_attention(*arrays, scale=1.0, shared_prefixes=prefixes)
             assert sum(call["scratch_bytes"]) <= 1 << 24
-            if len(call["launches"]) == 3:
-                slots = sum(launch["grid"][2] for launch in call["launches"][:2])
-                assert slots <= 64
+            assert len(call["launches"]) == (3 if batch < 512 else 2)  # the last has no memory for it
