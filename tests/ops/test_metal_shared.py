@@ -280,8 +280,10 @@ class TestWhen:
             )
             out = ops.paged_attention(q, [k_cache], [v_cache], *arrays, shared_prefixes=prefixes)
             assert worst_error(out, want) < TOLERANCE[mx.float16]
-            assert len(gpu.runner.trace.kernels) == count
-            assert gpu.runner.trace.pipelines[-count].endswith("_23_1") == (count == 3)
+            names = gpu.runner.trace.pipelines
+            assert len(names) == count
+            assert names[0].endswith("_23_1") == (count == 3)
+            names.clear()
         dispatch.forget()
 
     def test_partial_results_have_the_memory_of_other_calls(self):
@@ -296,4 +298,6 @@ class TestWhen:
             prefixes = mx.zeros((2, batch), mx.int32)
             call = _ext.metal.plan_attention(*arrays, scale=1.0, shared_prefixes=prefixes)
             assert sum(call["scratch_bytes"]) <= 1 << 24
-            assert len(call["launches"]) == (3 if batch < 512 else 2)  # the last has no memory for it
+            assert len(call["launches"]) == (
+                3 if batch < 512 else 1
+            )  # the last has no memory for splits
