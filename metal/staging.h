@@ -112,17 +112,17 @@ inline void convert_rows(thread typename Held<S>::type (&own)[COUNT],
   for (int step = 0; step < COUNT; step++) {
     const int i = step * THREADS + thread_index;
     const int vector = i % VECTORS;
+    const auto elements = Held<S>::elements(own[step], vector);
     if (!is_pair<S>()) {
       UNROLL
       for (int j = 0; j < VECTOR; j++) {
-        result[step][j] = T(Held<S>::elements(own[step], vector)[j]);
+        result[step][j] = T(elements[j]);
       }
     } else {
       const int group = vector / (GROUP / VECTOR);
       const vec<half, 2> of_row =
           scales[min(i / VECTORS, KEYS - 1) * scale_groups(DIM, true) + group];
-      const float4 q = float4(Held<S>::elements(own[step], vector));
-      const float4 values = q * float(of_row[0]) + float(of_row[1]);
+      const float4 values = float4(elements) * float(of_row[0]) + float(of_row[1]);
       UNROLL
       for (int j = 0; j < VECTOR; j++) {
         result[step][j] = T(values[j]);
