@@ -245,8 +245,8 @@ Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache
                 const mx::array& v_cache, const mx::array& slot_mapping,
                 const OptionalArray& k_scales, const OptionalArray& v_scales,
                 mx::StreamOrDevice stream) {
-  return edited<WriteKV>(write_inputs(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales),
-                         stream);
+  return edited<WriteKV>(
+      write_inputs(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales, stream), stream);
 }
 
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,

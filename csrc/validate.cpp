@@ -5,6 +5,8 @@
 #include <limits>
 #include <tuple>
 
+#include "mlx/ops.h"
+
 namespace mlx_paged {
 
 namespace {
@@ -310,7 +312,8 @@ mx::array token_rows(const mx::array& a) {
 
 Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                     const mx::array& v_cache, const mx::array& slot_mapping,
-                    const OptionalArray& k_scales, const OptionalArray& v_scales) {
+                    const OptionalArray& k_scales, const OptionalArray& v_scales,
+                    mx::StreamOrDevice stream) {
   const char* op = "write_kv";
   const bool is_stored = !k_scales && is_quantized(k);  // rows as the pool has them
   check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
@@ -342,6 +345,10 @@ Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_c
   check_int32(op, "slot_mapping", slot_mapping);
   check_shape(op, "slot_mapping", slot_mapping, {tokens}, "one slot per row of k");
   Arrays inputs = {k, v, k_cache, v_cache, slot_mapping};
+  if (is_stored) {
+    inputs[0] = mx::contiguous(k, false, stream);
+    inputs[1] = mx::contiguous(v, false, stream);
+  }
   if (k_scales) {
     inputs.insert(inputs.end(), {*k_scales, *v_scales});
   }

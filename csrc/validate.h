@@ -41,10 +41,12 @@ void check_attention(const AttentionInputs& inputs, const AttentionOptions& opti
 // array has memory.
 mx::array token_rows(const mx::array& a);
 
-// The inputs of the primitive: those given, in this order.
+// The inputs of the primitive: those given, in this order. Rows as a quantized pool has them become
+// contiguous.
 Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                     const mx::array& v_cache, const mx::array& slot_mapping,
-                    const OptionalArray& k_scales, const OptionalArray& v_scales);
+                    const OptionalArray& k_scales, const OptionalArray& v_scales,
+                    mx::StreamOrDevice stream = {});
 
 void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs);
 

@@ -59,11 +59,10 @@ inline void load_row(const device T* head, uint offset, int lane,
     const int vector = own_vector<STRIDE, COUNT>(lane, c);
     // The address of a pair is the first one's: only so a compiler makes one load of them.
     const uint next = COUNT % 2 == 0 ? c % 2 : is_six<T>() ? vector % 2 : 0;
-    const uint first = uint(vector) - next;
-    const uint place = offset + (is_six<T>() ? first / 2 * 3 : first);
+    const uint place = offset + vector_place<T>(uint(vector) - next);
     row[c] = typename Held<T>::type(T(0.0f));
     if (IS_EVEN || vector < DIM / VECTOR) {
-      row[c] = read_pool(head + long(place) * unit_of_place<T>(), next);
+      row[c] = read_pool(head + long(place) * unit_of_place<T>(), vector_place<T>(next));
     }
   }
 }
@@ -122,11 +121,11 @@ inline void multiply_keys(const device T* head, uint own_offset, uint stride, in
         float own_sums[AT_ONCE] = {0.0f};
         UNROLL
         for (int c = 0; c < VECTORS; c++) {
-          const int vector = r * VECTORS * SHARE + own_vector<SHARE, VECTORS>(place, c);
-          const float4 query = float4(queries[vector]);
+          const int vector = own_vector<SHARE, VECTORS>(place, c);
+          const float4 query = float4(queries[r * VECTORS * SHARE + vector]);
           UNROLL
           for (int j = 0; j < AT_ONCE; j++) {
-            own_sums[j] += dot(query, float4(Held<T>::elements(keys[j * ROUNDS + i][c])));
+            own_sums[j] += dot(query, float4(Held<T>::elements(keys[j * ROUNDS + i][c], vector)));
           }
         }
         exchange_all(own_sums, place, ROUNDS);
@@ -171,9 +170,9 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
       const float4 weight = weights[first + i * TEAMS];
       UNROLL
       for (int c = 0; c < VECTORS; c++) {
-        float4 value = float4(Held<T>::elements(values[i][c]));
+        const int vector = own_vector<SHARE, VECTORS>(place, c);
+        float4 value = float4(Held<T>::elements(values[i][c], vector));
         if (is_pair<T>()) {
-          const int vector = own_vector<SHARE, VECTORS>(place, c);
           const int group = min(vector / (GROUP / VECTOR), GROUPS - 1);
           const vec<half, 2> own = scales[(first + i * TEAMS) * GROUPS + group];
           value = value * float(own[0]) + float(own[1]);

@@ -68,8 +68,8 @@ struct WriteParams {
   MLX_PAGED_INT64 v_scales_strides[3];
   int slots_stride;
   int num_blocks;  // N
-  int k_vectors;   // D / 4
-  int v_vectors;   // D_v / 4
+  int k_vectors;   // D / 4; of stored rows that are moved one by one, their bytes
+  int v_vectors;
 };
 
 struct CopyParams {

@@ -31,17 +31,18 @@ constexpr bool is_six() {
 template <typename T>
 struct Held {
   using type = vec<T, VECTOR>;
-  static type elements(type held) { return held; }
+  static type elements(type held, int) { return held; }
 };
 
 template <>
 struct Held<ushort> {
-  using type = uint;  // in the upper 24 bits, the first one lowest
-  static vec<int, VECTOR> elements(uint held) {
+  using type = uint;  // two words; an odd vector begins with the second byte
+  static vec<int, VECTOR> elements(uint held, int vector) {
+    const uint upper = vector % 2 == 0 ? held << 8 : held;
     vec<int, VECTOR> result;
     UNROLL
     for (int i = 0; i < VECTOR; i++) {
-      result[i] = int(held << (18 - 6 * i)) >> 26;  // with the sign of the element's upper bit
+      result[i] = int(upper << (18 - 6 * i)) >> 26;  // with the sign of the element's upper bit
     }
     return result;
   }
@@ -50,7 +51,7 @@ struct Held<ushort> {
 template <>
 struct Held<uchar> {
   using type = ushort;
-  static vec<int, VECTOR> elements(ushort held) {
+  static vec<int, VECTOR> elements(ushort held, int) {
     vec<int, VECTOR> result;
     UNROLL
     for (int i = 0; i < VECTOR; i++) {
@@ -100,15 +101,20 @@ inline vec<half, 2> read_scales(const device half* head, int slot, int group, lo
   return result;
 }
 
-// Neighbouring elements of a key or value. Every one that a kernel computes with is read here.
+// Where a vector is in its row, in units of a place. Two vectors of elements of 6 bits are three
+// words.
 template <typename T>
-inline typename Held<T>::type read_pool(const device T* head, uint vector) {
-  return reinterpret_cast<const device typename Held<T>::type*>(head)[vector];
+inline uint vector_place(uint vector) {
+  return is_six<T>() ? vector / 2 * 3 + vector % 2 : vector;
 }
 
-// The same of a row of elements of 6 bits: two vectors are three words.
-inline uint read_pool(const device ushort* row, uint vector) {
-  const device ushort* words = row + vector / 2 * 3 + vector % 2;
-  const uint both = uint(words[0]) | uint(words[1]) << 16;
-  return vector % 2 == 0 ? both << 8 : both;
+// Neighbouring elements of a key or value. Every one that a kernel computes with is read here.
+template <typename T>
+inline typename Held<T>::type read_pool(const device T* head, uint place) {
+  return reinterpret_cast<const device typename Held<T>::type*>(head)[place];
+}
+
+inline uint read_pool(const device ushort* head, uint place) {
+  const device ushort* words = head + place;
+  return uint(words[0]) | uint(words[1]) << 16;
 }

@@ -97,9 +97,7 @@ inline void load_rows(const device T* head, const threadgroup uint* places, int 
     if (KEYS * VECTORS % THREADS == 0 || i < KEYS * VECTORS) {
       const uint place = places[i / VECTORS];
       if (place != NOWHERE) {
-        const uint vector = uint(i % VECTORS);
-        own[step] =
-            is_six<T>() ? read_pool(head + place, vector) : read_pool(head, place + vector);
+        own[step] = read_pool(head, place + vector_place<T>(uint(i % VECTORS)));
       }
     }
   }
@@ -113,17 +111,19 @@ inline void convert_rows(thread typename Held<S>::type (&own)[COUNT],
   constexpr int VECTORS = DIM / VECTOR;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
+    const int i = step * THREADS + thread_index;
+    const int vector = i % VECTORS;
+    const auto elements = Held<S>::elements(own[step], vector);
     if (!is_pair<S>()) {
       UNROLL
       for (int j = 0; j < VECTOR; j++) {
-        result[step][j] = T(Held<S>::elements(own[step])[j]);
+        result[step][j] = T(elements[j]);
       }
     } else {
-      const int i = step * THREADS + thread_index;
-      const int group = i % VECTORS / (GROUP / VECTOR);
+      const int group = vector / (GROUP / VECTOR);
       const vec<half, 2> of_row =
           scales[min(i / VECTORS, KEYS - 1) * scale_groups(DIM, true) + group];
-      const float4 values = float4(Held<S>::elements(own[step])) * float(of_row[0]) + float(of_row[1]);
+      const float4 values = float4(elements) * float(of_row[0]) + float(of_row[1]);
       UNROLL
       for (int j = 0; j < VECTOR; j++) {
         result[step][j] = T(values[j]);

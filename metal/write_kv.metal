@@ -2,6 +2,7 @@
 
 constant int BLOCK_SIZE [[function_constant(15)]];
 constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense as rows of the pool
+constant bool BY_ELEMENT [[function_constant(22)]];     // a thread moves one element, not four
 
 // Four neighbouring elements of a new row.
 template <typename T>
@@ -10,8 +11,17 @@ inline vec<T, VECTOR> new_elements(const device T* row, int vector, long stride)
   return gather_vector(row + VECTOR * vector * apart, apart, WHOLE_VECTORS);
 }
 
-// Grid in threads: (max(k_vectors, v_vectors), KV heads, rows). A thread moves four neighbouring
-// elements of a key and of a value.
+template <typename T>
+inline void write_part(device T* to, const device T* row, int part, long stride) {
+  if (BY_ELEMENT) {
+    to[part] = row[part * stride];
+  } else {
+    write_vector(to + VECTOR * part, new_elements(row, part, stride));
+  }
+}
+
+// Grid in threads: (max(k_vectors, v_vectors), KV heads, rows). A thread moves a part of a key and
+// of a value.
 template <typename T>
 [[kernel]] void write_kv(
     const device T* k [[buffer(0)]],
@@ -34,12 +44,12 @@ template <typename T>
     const device T* from = k + row * p.k_strides[0] + head * p.k_strides[1];
     device T* to = k_cache + head * p.k_cache_strides[0] + block * p.k_cache_strides[1] +
         offset * p.k_cache_strides[2];
-    write_vector(to + VECTOR * vector, new_elements(from, vector, p.k_strides[2]));
+    write_part(to, from, vector, p.k_strides[2]);
   }
   if (vector < p.v_vectors) {
     const device T* from = v + row * p.v_strides[0] + head * p.v_strides[1];
     device T* to = v_cache + head * p.v_cache_strides[0] + block * p.v_cache_strides[1] +
         offset * p.v_cache_strides[2];
-    write_vector(to + VECTOR * vector, new_elements(from, vector, p.v_strides[2]));
+    write_part(to, from, vector, p.v_strides[2]);
   }
 }

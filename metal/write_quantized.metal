@@ -50,6 +50,7 @@ inline void write_sixes(const device T* from, long stride, int vectors, int lane
   const float scale = float(stored);
   for (int eight = lane; eight < vectors / 2; eight += LANES) {
     uint fours[2] = {0, 0};
+    UNROLL
     for (int four = 0; four < 2; four++) {
       const vec<T, VECTOR> elements = new_elements(from, 2 * eight + four, stride);
       for (int i = 0; i < VECTOR; i++) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <optional>
 #include <unordered_set>
+#include <utility>
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/plans.h"
@@ -31,21 +32,29 @@ std::optional<LaunchPlan> pool_plan(const char* kernel, const std::string& type,
   return plan;
 }
 
-// The bytes of a quantized cache, whose keys and values may be stored in words of different sizes.
-mx::array as_bytes(const mx::array& cache) {
-  if (!is_quantized(cache)) {
-    return cache;
+// The bytes of a quantized cache or of rows as it has them, whose last axis is dense: keys and
+// values may be stored in words of different sizes.
+mx::array as_bytes(const mx::array& words) {
+  if (!is_quantized(words)) {
+    return words;
   }
-  const int size = static_cast<int>(cache.itemsize());
-  mx::Shape shape = cache.shape();
-  mx::Strides strides = cache.strides();
-  shape[3] *= size;
-  for (int axis = 0; axis < 3; ++axis) {
+  const int size = static_cast<int>(words.itemsize());
+  mx::Shape shape = words.shape();
+  mx::Strides strides = words.strides();
+  shape.back() *= size;
+  for (size_t axis = 0; axis + 1 < strides.size(); ++axis) {
     strides[axis] *= size;
   }
+  strides.back() = 1;
   mx::array bytes(shape, mx::uint8, nullptr, {});
-  bytes.copy_shared_buffer(cache, strides, cache.flags(), cache.data_size() * size);
+  bytes.copy_shared_buffer(words, strides, words.flags(), words.data_size() * size);
   return bytes;
+}
+
+// Whether rows of both caches are whole vectors at multiples of a vector.
+bool have_whole_vectors(const mx::array& k_cache, const mx::array& v_cache) {
+  return k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0 &&
+         has_whole_vectors(k_cache) && has_whole_vectors(v_cache);
 }
 
 // Whether the host knows that pairs (source, destination) may be copied in any order: no block is
@@ -72,23 +81,28 @@ bool have_no_order(const mx::array& pairs) {
 
 LaunchPlans plan_write_kv(const Arrays& inputs) {
   using Role = BufferBinding::Role;
-  const mx::array k = token_rows(inputs[0]), v = token_rows(inputs[1]);
-  const mx::array &k_cache = inputs[2], &v_cache = inputs[3];
-  const bool is_quantized = inputs.size() > 5;
-  const int lanes = is_quantized ? 32 : std::max(k.shape(2), v.shape(2)) / kVector;
-  std::optional<LaunchPlan> plan = pool_plan(is_quantized ? "write_quantized" : "write_kv",
+  const bool quantizes = inputs.size() > 5;
+  const auto moved = [&](const mx::array& a) { return quantizes ? a : as_bytes(a); };
+  const mx::array k = moved(token_rows(inputs[0])), v = moved(token_rows(inputs[1]));
+  const mx::array k_cache = moved(inputs[2]), v_cache = moved(inputs[3]);
+  const bool is_stored = !quantizes && is_quantized(k_cache);
+  const int each = is_stored && !have_whole_vectors(k_cache, v_cache) ? 1 : kVector;
+  const int lanes = quantizes ? 32 : std::max(k.shape(2), v.shape(2)) / each;
+  std::optional<LaunchPlan> plan = pool_plan(quantizes ? "write_quantized" : "write_kv",
                                              metal_type(k), k_cache, lanes, k.shape(0));
   if (!plan) {
     return {};
   }
-  (is_sixes(k_cache) ? check_pool_layout : check_metal_pool)("write_kv", "k_cache", k_cache, true);
-  (is_sixes(v_cache) ? check_pool_layout : check_metal_pool)("write_kv", "v_cache", v_cache, true);
+  for (const auto& [name, cache] : {std::pair{"k_cache", &k_cache}, {"v_cache", &v_cache}}) {
+    const bool is_anywhere = each == 1 || is_sixes(*cache);
+    (is_anywhere ? check_pool_layout : check_metal_pool)("write_kv", name, *cache, true);
+  }
   WriteParams p{};
   copy_strides(k, p.k_strides);
   copy_strides(v, p.v_strides);
   copy_strides(k_cache, p.k_cache_strides);
   copy_strides(v_cache, p.v_cache_strides);
-  if (is_quantized) {
+  if (quantizes) {
     check_pool_layout("write_kv", "k_scales", inputs[5], true);
     check_pool_layout("write_kv", "v_scales", inputs[6], true);
     copy_strides(inputs[5], p.k_scales_strides);
@@ -96,8 +110,8 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
   }
   p.slots_stride = static_cast<int>(inputs[4].strides(0));
   p.num_blocks = k_cache.shape(1);
-  p.k_vectors = k.shape(2) / kVector;
-  p.v_vectors = v.shape(2) / kVector;
+  p.k_vectors = k.shape(2) / each;
+  p.v_vectors = v.shape(2) / each;
   plan->set_params(3, p);
   using Type = FunctionConstant::Type;
   plan->constants = {{15, Type::kInt, k_cache.shape(2)},
@@ -107,10 +121,12 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
                    {2, Role::kInput, 4},
                    {4, Role::kPoolWrite, 0},
                    {5, Role::kPoolWrite, 1}};
-  if (is_quantized) {
+  if (quantizes) {
     plan->constants.push_back({19, Type::kBool, is_pairs(v_cache)});
     plan->constants.push_back({21, Type::kBool, is_sixes(k_cache)});
     plan->buffers.insert(plan->buffers.end(), {{6, Role::kPoolWrite, 2}, {7, Role::kPoolWrite, 3}});
+  } else {
+    plan->constants.push_back({22, Type::kBool, each == 1});
   }
   return {{*plan}, {}};
 }
@@ -120,7 +136,9 @@ LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   const mx::array k_cache = as_bytes(inputs[0]), v_cache = as_bytes(inputs[1]), &pairs = inputs[2];
   const int num_pairs = pairs.shape(0), pairs_each = have_no_order(pairs) ? 1 : num_pairs;
   const int depth = num_pairs > 0 ? num_pairs / pairs_each * k_cache.shape(2) : 0;
-  const bool is_whole = k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0;
+  const bool is_whole = is_sixes(inputs[0])
+                            ? have_whole_vectors(k_cache, v_cache)
+                            : k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0;
   const int each = is_whole ? kVector : 1;
   const int width = std::max(k_cache.shape(3), v_cache.shape(3)) / each;
   std::optional<LaunchPlan> plan =

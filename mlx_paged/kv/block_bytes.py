@@ -13,6 +13,7 @@ from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.ops.formats import format_of
 
 ROW_LENGTH = 1024  # elements at most of the rows in which blocks are written
 
@@ -96,8 +97,8 @@ def _written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) 
     """
     heads, num_blocks, size, dim = cache.shape
     stop = start + cache[:, 0].nbytes
-    pairs = cache.dtype.size == 1 and (stop - start) % 2 == 0
-    dtype = mx.float16 if pairs else cache.dtype
+    is_even = (stop - start) % 2 == 0
+    dtype = mx.float16 if format_of(cache).has_scales and is_even else cache.dtype
     if start % dtype.size or staged.shape[1] % dtype.size:
         data = staged[:, start:stop].view(dtype)
     else:  # copies nothing

@@ -232,7 +232,8 @@ def take_writes(dtype: mx.Dtype, k_cache: mx.array, v_cache: mx.array, scaled: b
 @cache
 def _take_writes(dtype: mx.Dtype, keys: _Rows, values: _Rows, scaled: bool) -> bool:
     caches = [_zeros((1, 1, *shape), form) for shape, form in (keys, values)]
-    rows = [_zeros((1, 1, dims_of(c) if scaled else c.shape[3]), dtype) for c in caches]
+    kinds = [(dims_of(c), dtype) if scaled else (c.shape[3], c.dtype) for c in caches]
+    rows = [_zeros((1, 1, width), kind) for width, kind in kinds]
     slots, scales = _zeros((1,), mx.int32), _scales(*caches) if scaled else {}
     return _compile(_ext.metal.plan_write_kv, *rows, *caches, slots, **scales)
 

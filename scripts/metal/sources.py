@@ -80,6 +80,7 @@ def quantized_launches(dtype: mx.Dtype, keys: Format, values: Format) -> list[La
     rows, where = mx.zeros((1, 1, dim), dtype), mx.zeros((1,), mx.int32)
     calls = [
         _ext.metal.plan_write_kv(rows, rows, k_cache, v_cache, where, **scales),
+        _ext.metal.plan_write_kv(k_cache[0, :1, :1], v_cache[0, :1, :1], k_cache, v_cache, where),
         _ext.metal.plan_copy_blocks(k_cache, v_cache, mx.zeros((1, 2), mx.int32)),
     ]
     for tokens in (1, 8):

@@ -63,7 +63,7 @@ def test_tokens_are_those_of_mlx_lm_over_the_same_values(model, kv_bits, is_hook
             assert greedy(model, PROMPT, cache, 12) == expected(model, kv_bits)
     else:
         assert greedy(model, PROMPT, cache, 12) == expected(model, kv_bits)
-    assert cache[0].layer.kv.k[0].dtype == mx.int8
+    assert cache[0].layer.kv.k[0].dtype == FORMATS[kv_bits][0].dtype
 
 
 @every_format

@@ -43,7 +43,7 @@ def test_what_is_read_is_what_was_written():
 
 def test_quantized_arrays_are_read_and_written_too():
     pool = KVPool([KVShape(2, 8, 8, mx.float16)], 6, 4)
-    for dtype, columns in [(mx.int8, 8), (mx.uint8, 5), (mx.float16, 1)]:
+    for dtype, columns in [(mx.int8, 8), (mx.uint16, 6), (mx.uint8, 5), (mx.float16, 1)]:
         array = mx.random.randint(0, 100, (6, 2, 4, columns)).astype(dtype).transpose(1, 0, 2, 3)
         mx.eval(array)
         handles = [array]

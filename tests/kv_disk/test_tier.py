@@ -39,7 +39,6 @@ def test_a_new_engine_finds_what_the_last_one_computed(model_type, tmp_path):
     assert outputs(model, longer, tmp_path)[0] == outputs(model, longer)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [8, 6, 4])
 def test_quantized_blocks_come_back_for_the_same_bits_only(kv_bits, tmp_path):
     model, prompts = tiny_models.tiny_model("llama"), [tokens_of(0)]

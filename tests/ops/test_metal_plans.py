@@ -3,11 +3,14 @@
 import contextlib
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlx_paged import _ext
+from mlx_paged.ops.formats import formats
 from mlx_paged.runner.step_memory import PARTIALS
 from tests.metal_emulator import require_emulator, typecheck
+from tests.support.ops.numpy_quantization import BITS
 from tests.support.ops.paged_cases import OPTIONS, TOLERANCE, random_case
 
 
@@ -39,6 +42,29 @@ def test_a_grid_whose_product_is_a_multiple_of_2_to_the_32_is_launched():
     pools = mx.zeros((8, 2, 4, 32)), mx.zeros((8, 2, 4, 32))
     (launch,) = _ext.metal.plan_write_kv(rows, rows, *pools, slots)["launches"]
     assert launch["grid"] == (8, 8, 2**26)
+
+
+@pytest.mark.parametrize("kv_bits", [None, *BITS])
+@pytest.mark.parametrize("dim", [8, 64, 72])
+def test_keys_and_values_of_a_write_are_moved_as_the_type_that_its_kernel_has(kv_bits, dim):
+    caches = [
+        mx.zeros((2, 3, 4, form.columns(dim)), form.dtype) for form in formats(kv_bits, mx.float16)
+    ]
+    rows = [mx.zeros((5, 2, cache.shape[3]), cache.dtype) for cache in caches]
+    (launch,) = _ext.metal.plan_write_kv(*rows, *caches, mx.zeros((5,), mx.int32))["launches"]
+    size = {"write_kv<uchar>": 1, "write_kv<half>": 2}[launch["instantiation"]]
+    params = launch["params"][1]
+    strides = np.frombuffer(params[: 4 * 24], np.int64).reshape(4, 3)
+    *_, k_parts, v_parts = np.frombuffer(params[6 * 24 :], np.int32)
+    each = size if launch["constants"][22] else 4 * size
+    for cache, of_rows, of_cache, parts in zip(
+        caches, strides[:2], strides[2:], (k_parts, v_parts), strict=True
+    ):
+        row = cache.shape[3] * cache.itemsize
+        assert parts * each == row
+        assert (of_rows * size).tolist() == [2 * row, row, size]
+        assert (of_cache * size).tolist() == [12 * row, 4 * row, row]
+    assert launch["grid"][0] == max(k_parts, v_parts)
 
 
 def test_every_constant_is_in_the_pipelines_name():

@@ -5,8 +5,12 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext, ops
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.shapes import KVShape
+from mlx_paged.ops import dispatch
 from mlx_paged.ops.formats import FORMATS
 from tests.metal_emulator import Mode
+from tests.support.engine.refusing_gpu import RefusingGPU
 from tests.support.ops.metal_runner import MetalRunner
 from tests.support.ops.numpy_quantization import BITS
 from tests.support.ops.paged_cases import (
@@ -31,6 +35,7 @@ every_format = pytest.mark.parametrize("kv_bits", BITS)
 def on_cpu():
     with mx.stream(mx.cpu):
         yield
+    dispatch.forget()
 
 
 def pool_of(kv_bits, dims, layout="NHSD"):
@@ -44,7 +49,7 @@ def pool_of(kv_bits, dims, layout="NHSD"):
 
 def written(op, rows, pool, slots):
     k_cache, v_cache, k_scales, v_scales = pool
-    arrays = *rows, k_cache, v_cache, mx.array(slots, mx.int32)
+    arrays = *rows, k_cache, v_cache, mx.array(list(slots), mx.int32)
     return op(*arrays, k_scales=k_scales, v_scales=v_scales)
 
 
@@ -105,6 +110,77 @@ def test_blocks_are_copied_with_their_scales(kv_bits, dims):
     k, v, k_scales, v_scales = pool
     after = *metal.copy_blocks(k, v, pairs), *metal.copy_blocks(k_scales, v_scales, pairs)
     assert metal.trace.kernels[1:] == ["copy_blocks_uchar", "copy_blocks_half"]
+    for array, old in zip(after, before, strict=True):
+        old[:, 1], old[:, 0] = old[:, 0].copy(), old[:, 6].copy()
+        np.testing.assert_array_equal(np.array(array), old)
+
+
+def stored_rows(kv_bits, dims):
+    """Six rows as a pool stores them."""
+    rng, forms = np.random.default_rng(8), zip(FORMATS[kv_bits], dims, strict=True)
+    shapes = [(form.dtype, (6, HEADS, form.columns(dim))) for form, dim in forms]
+    return [mx.array(rng.integers(0, 1 << 16, shape)).astype(dtype) for dtype, shape in shapes]
+
+
+def one_word_on(cache):
+    """The same in memory whose rows have one word more, the first."""
+    return mx.concatenate([cache[..., :1], cache], axis=-1)[..., 1:]
+
+
+def assert_stored_as_on_the_cpu(rows, caches, mode=Mode.RACE):
+    metal, slots = MetalRunner(mode), mx.array(SLOTS, mx.int32)
+    want = ops.write_kv(*rows, *[mx.array(np.array(cache)) for cache in caches], slots)
+    got = metal.write_kv(*rows, *caches, slots)
+    assert metal.trace.kernels == ["write_kv_uchar"]
+    for mine, expected in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.array(mine), np.array(expected))
+
+
+@pytest.mark.sampled(5)
+@every_format
+@pytest.mark.parametrize("dims", [(64, 64), (72, 72), (80, 80), (24, 8), (16, 120)], ids=str)
+def test_stored_rows_go_to_their_slots(kv_bits, dims):
+    rows = stored_rows(kv_bits, dims)
+    for layout in ("NHSD", "HNSD"):
+        assert_stored_as_on_the_cpu(rows, pool_of(kv_bits, dims, layout)[:2])
+    assert_stored_as_on_the_cpu(rows, pool_of(kv_bits, dims)[:2], Mode.UBSAN)
+
+
+@every_format
+def test_stored_rows_and_their_caches_need_not_be_contiguous(kv_bits):
+    rows = [mx.repeat(x, 2, axis=-1)[..., ::2] for x in stored_rows(kv_bits, (64, 64))]
+    caches = [one_word_on(cache) for cache in pool_of(kv_bits, (64, 64))[:2]]
+    assert_stored_as_on_the_cpu(rows, caches)
+    assert_stored_as_on_the_cpu(rows, caches, Mode.UBSAN)
+
+
+@every_format
+@pytest.mark.parametrize("dim", [64, 72])
+def test_a_pool_on_a_gpu_takes_stored_rows(kv_bits, dim, monkeypatch):
+    gpu = RefusingGPU(monkeypatch)
+    shape = KVShape(HEADS, dim, dim, mx.float16).quantized("test", kv_bits)
+    pool = KVPool([shape], NUM_BLOCKS, BLOCK_SIZE)
+    sizes = [(6, HEADS, array.shape[3]) for array in pool.targets(0)[2:]]
+    rows = stored_rows(kv_bits, (dim, dim))
+    rows += [mx.random.normal(size).astype(mx.float16) for size in sizes]
+    pool.write_stored(0, rows, mx.array(SLOTS, mx.int32))
+    assert "write_kv_uchar" in gpu.runner.trace.kernels
+    for array, mine in zip(pool.targets(0), rows, strict=True):
+        found = array.reshape(HEADS, -1, array.shape[3])
+        for row, slot in enumerate(SLOTS):
+            if 0 <= slot < NUM_BLOCKS * BLOCK_SIZE:
+                np.testing.assert_array_equal(np.array(found[:, slot]), np.array(mine[row]))
+
+
+@pytest.mark.parametrize("kv_bits", [6, 4])
+@pytest.mark.parametrize("dim", [64, 80])
+def test_blocks_are_copied_where_elements_of_6_bits_begin_at_any_word(kv_bits, dim):
+    shape = NUM_BLOCKS * BLOCK_SIZE, HEADS, dim
+    rows = [mx.random.normal(shape) for _ in range(2)]
+    pool = written(ops.write_kv, rows, pool_of(kv_bits, (dim, dim)), range(shape[0]))
+    k_cache, v_cache = one_word_on(pool[0]), pool[1]
+    before = [np.array(k_cache), np.array(v_cache)]
+    after = MetalRunner(Mode.UBSAN).copy_blocks(k_cache, v_cache, mx.array([[0, 1], [6, 0]]))
     for array, old in zip(after, before, strict=True):
         old[:, 1], old[:, 0] = old[:, 0].copy(), old[:, 6].copy()
         np.testing.assert_array_equal(np.array(array), old)
