@@ -150,7 +150,7 @@ class CompiledDecode:
             if last:
                 columns = pieces * column_bucket(tables.shape[1] // pieces)
                 tables = mx.pad(tables, [more, (0, columns - tables.shape[1])])
-                prefixes = mx.pad(prefixes, [(0, 0), more])
+                prefixes = mx.pad(prefixes + mx.array([[more[0]], [0]]), [(0, 0), more])
             arrays += (forward.slot_mapping, tables, prefixes)
         scores = self._run(arrays + last)
         return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.padding else scores

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine
+from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.model_probe import Batching
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.tiny_models import CONFIGS, VOCAB, solo_greedy, tiny_model
@@ -106,11 +107,28 @@ def test_samples_and_forks(llama):
     assert engines[1].stats.shared_keys > 0 and engines[1].stats.cow_clones > 0
 
 
-def test_drafts(llama):
-    """Rows with several tokens beside rows with one."""
-    options = {"speculate": "ngram", "num_draft_tokens": 4}
-    engine, _ = together(llama, tree(300, 330, 5), options, max_tokens=24)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_drafts(llama, compiled, monkeypatch):
+    """Rows with several tokens beside rows with one. In a graph empty sequences come first."""
+    run_graph, num_shared = CompiledDecode._run, 0
+
+    def checked(graph, arrays):
+        nonlocal num_shared
+        lens, tables, (order, common) = (np.array(arrays[i]) for i in (2, 4, 5))
+        for place in np.flatnonzero(common):
+            pair = order[place - 1 : place + 1]
+            a, b = tables[pair, : common[place] // 16]
+            assert np.array_equal(a, b) and lens[pair].min() >= common[place]
+            num_shared += len(arrays) > 6
+        return run_graph(graph, arrays)
+
+    monkeypatch.setattr(CompiledDecode, "_run", checked)
+    options = {"speculate": "ngram", "num_draft_tokens": 4, "compile": compiled}
+    others = [BASE[300:] + tail for tail in ([1], [2, 3], [4])]
+    prompts = [prompt for pair in zip(tree(300, 330), others, strict=True) for prompt in pair]
+    engine, _ = together(llama, prompts, options, max_tokens=60)
     assert engine.stats.drafts > engine.stats.accepted_drafts > 0
+    assert not compiled or num_shared > 0
 
 
 def test_preemption_in_the_middle_of_a_group(llama):
