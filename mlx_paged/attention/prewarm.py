@@ -20,8 +20,8 @@ from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT
 
 NUM_BLOCKS = 2
-SHARING = 4, 32
-"""Sequences that may share keys: few and many. Calls between may have a pipeline of their own."""
+SHARING = (32,)
+"""Sequences that may share keys: many. Calls of few have a pipeline of their own."""
 
 
 @dataclass(frozen=True, slots=True)
