@@ -31,15 +31,17 @@ constexpr bool is_six() {
 template <typename T>
 struct Held {
   using type = vec<T, VECTOR>;
-  static type elements(type held, int) { return held; }
+  using elements_type = type;
+  static elements_type elements(type held, int) { return held; }
 };
 
 template <>
 struct Held<ushort> {
   using type = uint;  // two words; an odd vector begins with the second byte
-  static vec<int, VECTOR> elements(uint held, int vector) {
+  using elements_type = vec<int, VECTOR>;
+  static elements_type elements(uint held, int vector) {
     const uint upper = vector % 2 == 0 ? held << 8 : held;
-    vec<int, VECTOR> result;
+    elements_type result;
     UNROLL
     for (int i = 0; i < VECTOR; i++) {
       result[i] = int(upper << (18 - 6 * i)) >> 26;  // with the sign of the element's upper bit
@@ -51,8 +53,9 @@ struct Held<ushort> {
 template <>
 struct Held<uchar> {
   using type = ushort;
-  static vec<int, VECTOR> elements(ushort held, int) {
-    vec<int, VECTOR> result;
+  using elements_type = vec<int, VECTOR>;
+  static elements_type elements(ushort held, int) {
+    elements_type result;
     UNROLL
     for (int i = 0; i < VECTOR; i++) {
       result[i] = int(held) >> (4 * i) & 15;

@@ -5,8 +5,8 @@
 // splits. In a split, places that share all of it with a neighbour are one run, and so are those
 // that share its first keys, up to the least that two of them have in common. The other keys of a
 // sequence are its own: their splits begin with the first of them. Each kernel finds both by the
-// functions here, so that all agree, whatever the numbers are. A sequence that the order names twice
-// gets wrong results; no other does.
+// functions here, so that all agree, whatever the numbers are. A sequence that the order names
+// twice gets wrong results; no other does.
 
 constant bool HAS_PREFIXES [[function_constant(22)]];
 

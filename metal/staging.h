@@ -113,7 +113,7 @@ inline void convert_rows(thread typename Held<S>::type (&own)[COUNT],
   for (int step = 0; step < COUNT; step++) {
     const int i = step * THREADS + thread_index;
     const int vector = i % VECTORS;
-    const auto elements = Held<S>::elements(own[step], vector);
+    const typename Held<S>::elements_type elements = Held<S>::elements(own[step], vector);
     if (!is_pair<S>()) {
       UNROLL
       for (int j = 0; j < VECTOR; j++) {

@@ -2,7 +2,7 @@
 
 constant int BLOCK_SIZE [[function_constant(15)]];
 constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense as rows of the pool
-constant bool BY_ELEMENT [[function_constant(22)]];     // a thread moves one element, not four
+constant bool BY_ELEMENT [[function_constant(24)]];     // a thread moves one element, not four
 
 // Four neighbouring elements of a new row.
 template <typename T>

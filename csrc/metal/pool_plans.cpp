@@ -126,7 +126,7 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
     plan->constants.push_back({21, Type::kBool, is_sixes(k_cache)});
     plan->buffers.insert(plan->buffers.end(), {{6, Role::kPoolWrite, 2}, {7, Role::kPoolWrite, 3}});
   } else {
-    plan->constants.push_back({22, Type::kBool, each == 1});
+    plan->constants.push_back({24, Type::kBool, each == 1});
   }
   return {{*plan}, {}};
 }

@@ -56,7 +56,7 @@ def test_keys_and_values_of_a_write_are_moved_as_the_type_that_its_kernel_has(kv
     params = launch["params"][1]
     strides = np.frombuffer(params[: 4 * 24], np.int64).reshape(4, 3)
     *_, k_parts, v_parts = np.frombuffer(params[6 * 24 :], np.int32)
-    each = size if launch["constants"][22] else 4 * size
+    each = size if launch["constants"][24] else 4 * size
     for cache, of_rows, of_cache, parts in zip(
         caches, strides[:2], strides[2:], (k_parts, v_parts), strict=True
     ):

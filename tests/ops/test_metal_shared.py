@@ -280,10 +280,9 @@ class TestWhen:
             )
             out = ops.paged_attention(q, [k_cache], [v_cache], *arrays, shared_prefixes=prefixes)
             assert worst_error(out, want) < TOLERANCE[mx.float16]
-            names = gpu.runner.trace.pipelines
-            assert len(names) == count
+            names = gpu.runner.trace.pipelines[-count:]
             assert names[0].endswith("_23_1") == (count == 3)
-            names.clear()
+            assert all("_22_1" in name for name in names) == (count == 3)
         dispatch.forget()
 
     def test_partial_results_have_the_memory_of_other_calls(self):
