@@ -80,10 +80,9 @@ def test_prefixes_are_common_to_neighbours():
     assert abs(place[3] - place[4]) == 1  # neighbours, because they have the most in common
 
 
+@pytest.mark.sampled(50)
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "seed", [s if s < 2 else pytest.param(s, marks=pytest.mark.slow) for s in range(170)]
-)
+@pytest.mark.parametrize("seed", range(170))
 def test_random_trees(seed, dtype):
     """4 cases each: 2,040 in all."""
     rng = np.random.default_rng([seed, FLOATS.index(dtype)])
@@ -167,9 +166,8 @@ def test_a_wrong_argument_is_refused(prefixes, message):
         attend(case, shared_prefixes=prefixes)
 
 
-@pytest.mark.parametrize(
-    "seed", [s if s < 8 else pytest.param(s, marks=pytest.mark.slow) for s in range(200)]
-)
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("seed", range(200))
 def test_random_trees_of_ragged_batches(seed):
     """Many sequences with 1 to 9 tokens each: some do not fit with the others and are alone."""
     rng = np.random.default_rng([seed, 9])
