@@ -212,7 +212,8 @@ class LayerView(AttendingCache):
         if forward.cu_seqlens is not None:
             return self._ragged(query, forward.cu_seqlens, limit)
         if forward.columns <= limit:
-            return self.through_tables(query, forward.block_tables, forward.context_lens)
+            arrays = forward.block_tables, forward.context_lens
+            return self.through_tables(query, *arrays, None, 0, forward.shared_prefixes)
         return self.gathered_rows(query, forward.block_tables, forward.context_lens)
 
     def _limit(self, query: Query, columns: int) -> int:
@@ -239,7 +240,8 @@ class LayerView(AttendingCache):
         num_decodes = tables.shape[0] - num_chunks
         chunks = [chunk for chunk in forward.chunks if chunk.length > limit]
         if not chunks:
-            return self.through_tables(query, tables, lens, cu_seqlens, num_decodes)
+            shared = forward.shared_prefixes
+            return self.through_tables(query, tables, lens, cu_seqlens, num_decodes, shared)
         parts = []
         if num_rows := chunks[0].first:
             count = tables.shape[0] - len(chunks)
@@ -275,11 +277,11 @@ class LayerView(AttendingCache):
         context_lens: mx.array,
         cu_seqlens: mx.array | None = None,
         num_decodes: int = 0,
+        shared_prefixes: mx.array | None = None,
     ) -> mx.array:
         """The last L tokens of B sequences, ``q [B, H, L, D]``, by the paged op; with `cu_seqlens`
         the last tokens of each, ``q [T, H, 1, D]``. The arrays are those of the op."""
         path_counts["paged"] += 1
-        is_whole = tables is self.forward.block_tables
         q = ops.hadamard(query.q) if self.shape.rotates else query.q
         arrays = q, self.pool.k, self.pool.v, tables, context_lens
         options: dict[str, Any] = {
@@ -288,7 +290,7 @@ class LayerView(AttendingCache):
             "window": query.window,
             "sinks": query.sinks,
             "check_tables": False,
-            "shared_prefixes": self.forward.shared_prefixes if is_whole else None,
+            "shared_prefixes": shared_prefixes,
             **self.pool.scales,
         }
         if cu_seqlens is None:

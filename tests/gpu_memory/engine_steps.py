@@ -99,6 +99,11 @@ def metals_ops() -> Iterator[None]:
         out = mx.sin(q[..., : shape.v_head_dim])
         return after(out, self.pool.k[self.layer], tables, lens, scratch)
 
+    def gather_blocks(cache: mx.array, _: mx.array, num_tokens: int, runs: mx.array) -> mx.array:
+        rows = cache.transpose(1, 0, 2, 3).flatten(0, 1).flatten(1, 2)
+        found = mx.take(rows, runs, axis=0).reshape(*runs.shape[:2], -1, cache.shape[3])
+        return found[:, :, :num_tokens]
+
     def gated_delta(q: Any, k: mx.array, v: mx.array, g: Any, beta: Any, state: Any, _: Any) -> Any:
         return after(mx.sin(v), q, k, g, beta), mx.sin(state)
 
@@ -112,7 +117,7 @@ def metals_ops() -> Iterator[None]:
         patch.object(KVPool, "write", write),
         patch.object(forward.LayerView, "through_tables", through_tables),
         patch.object(forward, "mlx_attention", attention),
-        patch.object(ops, "take_from_pool", lambda rows, runs: mx.take(rows, runs, axis=0)),
+        patch.object(ops, "gather_blocks", gather_blocks),
         patch("mlx_lm.models.gated_delta.gated_delta_ops", gated_delta),
         patch("mlx_paged.ops.cpu_layers._DTYPES", ()),  # MLX's own ops choose tokens
         patch.object(ops, "is_transforming", lambda: False),

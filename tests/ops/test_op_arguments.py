@@ -128,8 +128,9 @@ class TestKernelChoice:
             current = attend(case)
         assert all(mx.array_equal(a, b) for a, b in zip(given, current, strict=True))
 
-    def test_the_op_asks_for_its_own_heads(self, monkeypatch):
+    def test_on_a_gpu_the_op_asks_for_its_own_heads(self, monkeypatch):
         asked = []
+        monkeypatch.setattr(dispatch, "device_of", lambda stream: mx.gpu)
 
         def kernel_for(stream=None, *head_dims):
             asked.append(head_dims)
