@@ -164,7 +164,7 @@ class CompiledDecode:
         for count, width in product(rows, widths):
             self._run(self._first_tokens(count, width))
             self._pool.replace_handles(handles)
-        self.traces.bytes = resident_bytes() - before
+        self.traces.bytes = max(0, resident_bytes() - before)
 
     def problem(self, if_faster: bool) -> str | None:
         """Why steps should stay plain: MLX cannot trace one, or its results or K/V are not those of
