@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -66,7 +65,9 @@ def restored(stored: np.ndarray, scales: np.ndarray) -> Any:
 
 
 def quantize(x: np.ndarray, bits: int) -> tuple[Any, Any]:
-    return {8: partial(quantize_symmetric, most=127), 6: quantize6, 4: quantize4}[bits](x)
+    if bits == 8:
+        return quantize_symmetric(x, 127)
+    return quantize6(x) if bits == 6 else quantize4(x)
 
 
 def rounded(x: np.ndarray, bits: int) -> Any:
