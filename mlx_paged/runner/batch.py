@@ -16,7 +16,7 @@ from mlx_paged.sampling.sampler import PendingTokens
 from mlx_paged.scheduler.step import Span
 
 SPARE_COLUMNS = 16  # blocks by which the longest sequence may grow before all rows are copied
-FEWEST_SHARED = 64  # fewer keys in common are computed alone
+FEWEST_SHARED = 64  # of keys in common, over all sequences, that ops are told of
 FEWEST_COLUMNS = 32  # of the narrowest bucket: a GPU does not split contexts of 32 x 16 tokens
 
 
@@ -248,6 +248,7 @@ class Batch:
         for of_group in tables:
             prefixes, num_shared = of_group.shared_prefixes(self.seq_ids, self.padding)
             self.shared_keys = max(self.shared_keys, num_shared)
+            is_told = of_group.padded or num_shared >= FEWEST_SHARED
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:
                 forward = Forward(
@@ -262,7 +263,7 @@ class Batch:
                     cu_seqlens=cu_seqlens,
                     chunks=chunks if is_ragged else (),
                     row_chunks=chunks if is_chunk else (),
-                    shared_prefixes=prefixes if num_shared or of_group.padded else None,
+                    shared_prefixes=prefixes if is_told else None,
                 )
                 if sequences is not None:
                     forward.row_tables = mx.take(block_tables, sequences, axis=0)
