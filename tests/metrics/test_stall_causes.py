@@ -16,7 +16,8 @@ from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import PARTS
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.support.models.tiny_models import tiny_model
-from tests.support.simulation.fake_model import VOCAB, FakeClock, FakeRunner
+from tests.support.simulation.fake_model import FakeClock, FakeRunner
+from tests.support.simulation.hash_model import VOCAB
 
 STALL = 0.3
 WARM_UP = 20

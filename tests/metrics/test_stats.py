@@ -10,7 +10,8 @@ from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import STOCK_GROWTH, EngineStats, KVReads, Reads
 from mlx_paged.scheduler.scheduler import Scheduler
-from tests.support.simulation.fake_model import VOCAB, FakeClock, FakeRunner
+from tests.support.simulation.fake_model import FakeClock, FakeRunner
+from tests.support.simulation.hash_model import VOCAB
 
 SIZE = 4
 TOKEN_BYTES = 24

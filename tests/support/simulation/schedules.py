@@ -28,8 +28,9 @@ from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models import tiny_models
 from tests.support.ops.numpy_quantization import BITS
 from tests.support.simulation.disk_lives import DiskLives
-from tests.support.simulation.fake_model import VOCAB, FakeClock, FakeRunner
+from tests.support.simulation.fake_model import FakeClock, FakeRunner
 from tests.support.simulation.fault_injection import FaultyRunner
+from tests.support.simulation.hash_model import VOCAB
 from tests.support.simulation.injected_drafts import InjectedDrafter, take_every_guess
 from tests.support.simulation.planned_runner import PlannedRunner
 from tests.support.simulation.random_calls import TINY_GROUPS, Setting

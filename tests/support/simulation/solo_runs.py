@@ -16,7 +16,7 @@ from mlx_paged.request import FinishReason
 from mlx_paged.sampling.sampler import uniform
 from mlx_paged.sampling_params import SamplingParams
 from tests.support.ops.numpy_quantization import quantized_mlx_lm
-from tests.support.simulation import fake_model
+from tests.support.simulation import hash_model
 
 Logprobs = Callable[[list[int]], npt.NDArray[np.float64]]
 
@@ -77,7 +77,7 @@ def solo_run(
 class FakeSolo:
     """The model of hashes on plain lists."""
 
-    vocab = fake_model.VOCAB
+    vocab = hash_model.VOCAB
     near_tie = NEAR_TIE
     ends = frozenset[int]()
 
@@ -90,16 +90,16 @@ class FakeSolo:
         begun: Sequence[int] = (),
     ) -> tuple[list[int], list[float]]:
         tokens = list(prompt)
-        context = fake_model.context_of(tokens, salt)
+        context = hash_model.context_of(tokens, salt)
         for index in range(params.max_tokens):
-            token = fake_model.next_token(context, params, seed, index)
-            kv = fake_model.kv_of(context, token, len(tokens))
-            context = fake_model.extended(context, kv, len(tokens))
+            token = hash_model.next_token(context, params, seed, index)
+            kv = hash_model.kv_of(context, token, len(tokens))
+            context = hash_model.extended(context, kv, len(tokens))
             tokens.append(token)
         return tokens[len(prompt) :], [np.inf] * params.max_tokens
 
     def logprobs(self, salt: bytes) -> Logprobs:
-        return lambda tokens: fake_model.logprobs_of(fake_model.context_of(tokens, salt))
+        return lambda tokens: hash_model.logprobs_of(hash_model.context_of(tokens, salt))
 
 
 class MlxLmSolo:
