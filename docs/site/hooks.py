@@ -49,7 +49,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) ->
     path = next((path for path, each in PAGES.items() if each == uri), f"docs/{uri}")
 
     def link(found: re.Match[str]) -> str:
-        mark, text, target, anchor = found.groups()
+        mark, text, target, anchor = found.groups("")
         there = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
         if there in PAGES or there.startswith("docs/"):
             to = PAGES.get(there, there.removeprefix("docs/"))
@@ -78,12 +78,22 @@ def _api() -> str:
     return text + "\n\n".join(f"::: mlx_paged.{name}" for name in names)
 
 
+HELP = """
+import runpy, sys
+names = sys.argv[1:]
+for name in names:
+    print(f"\\n## mlx_paged {name}\\n\\n```text")
+    sys.argv = [name, "--help"]
+    try:
+        runpy.run_module(f"mlx_paged.{name}", run_name="__main__")
+    except SystemExit:
+        print("```")
+"""
+
+
 def _flags() -> str:
-    """The help of each command."""
-    text = "# All flags\n\n[command-line.md](docs/command-line.md) says what they are for.\n"
-    for name in COMMANDS:
-        command = [sys.executable, "-m", "mlx_paged", name, "--help"]
-        shape = os.environ | {"COLUMNS": "96", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=shape, capture_output=True, text=True, check=True)
-        text += f"\n## mlx_paged {name}\n\n```text\n{done.stdout}```\n"
-    return text.replace("docs/command-line.md", "command-line.md")
+    """The help of each command, all from one process."""
+    shape = os.environ | {"COLUMNS": "96", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", HELP, *COMMANDS]
+    done = subprocess.run(command, env=shape, capture_output=True, text=True, check=True)
+    return f"# All flags\n\n[Command line](command-line.md) says what they are for.\n{done.stdout}"
