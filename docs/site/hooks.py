@@ -93,7 +93,7 @@ for name in names:
 
 def _flags() -> str:
     """The help of each command, all from one process."""
-    shape = os.environ | {"COLUMNS": "96", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    shape = os.environ | {"COLUMNS": "84", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", HELP, *COMMANDS]
     done = subprocess.run(command, env=shape, capture_output=True, text=True, check=True)
     return f"# All flags\n\n[Command line](command-line.md) says what they are for.\n{done.stdout}"

@@ -51,6 +51,7 @@ def test_every_bench_is_a_command(monkeypatch, capsys):
     names = {path.parent.name if path.stem == "__main__" else path.stem for path in found}
     assert {*overview.BENCHES} == names
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "bench.memory", raising=False)
     assert called(monkeypatch, "bench", "memory", "--help") == 0
     assert capsys.readouterr().out.startswith("usage: bench.memory ")
     assert called(monkeypatch, "bench", "speed") == 2
