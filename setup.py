@@ -1,6 +1,7 @@
 """Builds mlx_paged._ext with CMake; everything else is in pyproject.toml."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -48,4 +50,47 @@ class CMakeBuild(build_ext):
         subprocess.run(build, check=True)
 
 
-setup(ext_modules=[Extension("mlx_paged._ext", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class WithBench(build_py):
+    """Puts bench/ into the wheel, below mlx_paged/, for ``mlx_paged bench``."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "mlx_paged", "with_bench", "bench")
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / "bench", target, ignore=ignored, dirs_exist_ok=True)
+
+
+def project_urls() -> dict[str, str]:
+    """Links of the project's page on an index: to the repository whose workflow builds."""
+    name = os.environ.get("GITHUB_REPOSITORY")
+    if not name:
+        return {}
+    page = f"https://github.com/{name}"
+    owner, _, repository = name.partition("/")
+    return {
+        "Source": page,
+        "Documentation": f"https://{owner}.github.io/{repository}/",
+        "Changelog": f"{page}/blob/main/CHANGELOG.md",
+        "Issues": f"{page}/issues",
+    }
+
+
+def readme(page: str | None) -> str:
+    """README.md. With a repository its links are absolute, since an index has no other files."""
+    text = (ROOT / "README.md").read_text()
+    if page is None:
+        return text
+    at = os.environ.get("GITHUB_SHA", "main")
+    text = re.sub(r"(!\[[^]]*\])\((?!https?:|#)", rf"\1({page}/raw/{at}/", text)
+    return re.sub(r"\]\((?!https?:|#)", f"]({page}/blob/{at}/", text)
+
+
+URLS = project_urls()
+setup(
+    ext_modules=[Extension("mlx_paged._ext", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": WithBench},
+    project_urls=URLS,
+    long_description=readme(URLS.get("Source")),
+    long_description_content_type="text/markdown",
+)

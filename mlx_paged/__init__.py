@@ -4,9 +4,9 @@ from importlib.metadata import version
 
 import mlx.core  # noqa: F401  registers the array type that the compiled module shares
 
-from mlx_paged.arguments import require_mlx_lm
+from mlx_paged.arguments import require_versions
 
-require_mlx_lm()
+require_versions()
 
 from mlx_paged.batch_generator.generator import BatchGenerator
 from mlx_paged.cli import demo_model_path

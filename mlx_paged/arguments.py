@@ -1,28 +1,41 @@
-"""Checks of arguments that callers give. Knows no mlx."""
+"""Checks of arguments that callers give, and of installed versions. Knows no mlx."""
 
+import logging
+import re
 from collections.abc import Iterable
 from enum import StrEnum
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from numbers import Integral, Real
 from os import PathLike
 from typing import TypeGuard, TypeVar
 
 MAX_INT32 = 2**31 - 1
 OLDEST_MLX_LM = "0.32"
+TESTED_MLX_LM = ("0.32.2",)
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class UntestedVersionError(RuntimeError):
-    """This package was not tested with the installed mlx-lm."""
+    """This package does not run with the installed mlx, or was not tested with its mlx-lm."""
 
 
-def require_mlx_lm() -> None:
-    """Raise UntestedVersionError if the installed mlx-lm lacks what this package imports."""
-    installed = version("mlx-lm")
-    if [*map(int, installed.split(".")[:2])] < [*map(int, OLDEST_MLX_LM.split("."))]:
+def require_versions() -> None:
+    """Raise UntestedVersionError if the compiled module is not for the installed mlx, or mlx-lm
+    lacks what this package imports. One line of the log names an mlx-lm that was not tested."""
+    mlx, mlx_lm = version("mlx"), version("mlx-lm")
+    pins = re.findall(r"^mlx(?:\[\w+\])?==([\d.]+)", "\n".join(requires("mlx_paged") or ()), re.M)
+    # A development build of mlx has a suffix after these three numbers.
+    if pins and mlx.split(".")[:3] != pins[0].split("."):
         raise UntestedVersionError(
-            f"mlx-lm {installed} is installed: expected {OLDEST_MLX_LM} or newer"
+            f"mlx {mlx} is installed: expected {pins[0]}, for which mlx_paged is built"
         )
+    if [*map(int, mlx_lm.split(".")[:2])] < [*map(int, OLDEST_MLX_LM.split("."))]:
+        raise UntestedVersionError(
+            f"mlx-lm {mlx_lm} is installed: expected {OLDEST_MLX_LM} or newer"
+        )
+    if mlx_lm not in TESTED_MLX_LM:
+        text = f"mlx-lm {mlx_lm} is untested: {' and '.join(TESTED_MLX_LM)} is tested"
+        logging.getLogger("mlx_paged").warning(text)
 
 
 def missing(packages: str, extra: str) -> str:

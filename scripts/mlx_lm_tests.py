@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mlx_paged.drop_in.patch import TESTED_VERSIONS
+from mlx_paged.arguments import TESTED_MLX_LM
 from scripts.drop_in_packages.environments import Environment, build_wheel
 from scripts.drop_in_packages.packages import Package
 from scripts.drop_in_packages.tiny_model import write_hub
@@ -71,7 +71,7 @@ def main() -> None:
 def fetch_tests(folder: Path) -> Path:
     """mlx-lm's folder of tests, apart from its sources: the installed mlx-lm is tested."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-    subprocess.run([*pip, "-d", folder, f"mlx-lm=={TESTED_VERSIONS[-1]}"], check=True)
+    subprocess.run([*pip, "-d", folder, f"mlx-lm=={TESTED_MLX_LM[-1]}"], check=True)
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
     return next(folder.glob("mlx_lm-*/tests")).rename(folder / "tests")

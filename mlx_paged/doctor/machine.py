@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx_lm
 
 from mlx_paged import ops
+from mlx_paged.arguments import TESTED_MLX_LM
 from mlx_paged.attention.paths import ANY_NUMBER, VARIABLE, max_paged_queries
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.kernels import kernels_in_use
-from mlx_paged.drop_in.patch import TESTED_VERSIONS
 from mlx_paged.kv.memory import default_cache_limit, default_kv_memory, device_memory, memory_in_use
 
 GB = 1e9
@@ -32,7 +32,7 @@ def check_machine(found: Findings, quick: bool) -> None:
         "mlx": mlx_version,
         "built with": built_with,
         "mlx-lm": mlx_lm.__version__,
-        "tested mlx-lm": TESTED_VERSIONS,
+        "tested mlx-lm": TESTED_MLX_LM,
         "Python": platform.python_version(),
         "system": platform.platform(),
         "device": dict(device),
@@ -48,8 +48,8 @@ def check_machine(found: Findings, quick: bool) -> None:
         found.failures.append(
             f"mlx is {mlx_version}: expected {built_with['mlx']}, with which mlx_paged was built"
         )
-    if mlx_lm.__version__ not in TESTED_VERSIONS:
-        expected = " or ".join(TESTED_VERSIONS)
+    if mlx_lm.__version__ not in TESTED_MLX_LM:
+        expected = " or ".join(TESTED_MLX_LM)
         found.failures.append(f"mlx-lm is {mlx_lm.__version__}: expected {expected}")
     pool = ops.pool_zeros((1, 1, 8, 4), mx.float32)  # TypeError if the two ABIs differ
     mx.eval(ops.gather_blocks(pool, mx.zeros((1, 1), mx.int32), 8))

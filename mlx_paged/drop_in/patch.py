@@ -15,7 +15,7 @@ from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 
-from mlx_paged.arguments import UntestedVersionError
+from mlx_paged.arguments import TESTED_MLX_LM, UntestedVersionError
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import as_paged, check_options, construction, make_prompt_cache
@@ -30,7 +30,6 @@ from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 from mlx_paged.drop_in.stored_arrays import stored_arrays_hook
 from mlx_paged.runner.model_probe import model_type
 
-TESTED_VERSIONS = ("0.32.2",)
 OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"
 
 STATES_OVER_PADDING = {
@@ -215,10 +214,10 @@ def patched_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
 
 
 def _checked(block_size: int, kv_memory: int | None) -> Options:
-    if mlx_lm.__version__ not in TESTED_VERSIONS and os.environ.get(OVERRIDE) != "1":
+    if mlx_lm.__version__ not in TESTED_MLX_LM and os.environ.get(OVERRIDE) != "1":
         raise UntestedVersionError(
             f"mlx-lm {mlx_lm.__version__} is installed; paged caches are tested with "
-            f"{', '.join(TESTED_VERSIONS)}. Install one of these, or set {OVERRIDE}=1 to go on."
+            f"{', '.join(TESTED_MLX_LM)}. Install one of these, or set {OVERRIDE}=1 to go on."
         )
     check_options("patch_mlx_lm", block_size, kv_memory)
     return {"block_size": block_size, "kv_memory": kv_memory}

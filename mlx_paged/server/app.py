@@ -245,7 +245,8 @@ async def _status(request: Request) -> Response:
         return [{"model": m.name} | m.service.call(engine_status) for m in models]
 
     with suppress(RuntimeError):  # an engine has stopped
-        return JSONResponse({"models": await asyncio.to_thread(read)})
+        uptime = time.time() - request.app.state.created
+        return JSONResponse({"uptime_s": uptime, "models": await asyncio.to_thread(read)})
     raise Refusal(503, "the engine has stopped")
 
 

@@ -63,11 +63,14 @@ VLLM_TIMES = [
 
 def engine_status(engine: Engine) -> dict[str, Any]:
     """What the status page shows of an engine. Call this on the engine's thread."""
-    spikes = [*engine.ticks.spikes][-NUM_SPIKES:]
+    now, spikes = engine.scheduler.clock(), [*engine.ticks.spikes][-NUM_SPIKES:]
     return {
         **{name: read(engine) for name, (_, read) in GAUGES.items()},
         **{name: getattr(engine.stats, name) for name in COUNTERS},
-        "spikes": [{"tick": s.index, "ms": s.tick_ms, "causes": s.causes} for s in spikes],
+        "spikes": [
+            {"tick": s.index, "age_s": now - s.start, "ms": s.tick_ms, "causes": s.causes}
+            for s in spikes
+        ],
     }
 
 

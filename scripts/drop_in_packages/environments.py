@@ -8,11 +8,11 @@ import sys
 import venv
 from pathlib import Path
 
-from mlx_paged.drop_in.patch import TESTED_VERSIONS
+from mlx_paged.arguments import TESTED_MLX_LM
 from scripts.drop_in_packages.packages import Package
 
 ROOT = Path(__file__).resolve().parents[2]
-PINS = (f"mlx=={importlib.metadata.version('mlx')}", f"mlx-lm=={TESTED_VERSIONS[-1]}")
+PINS = (f"mlx=={importlib.metadata.version('mlx')}", f"mlx-lm=={TESTED_MLX_LM[-1]}")
 BASE = (f"mlx[cpu]=={importlib.metadata.version('mlx')}", PINS[1])
 REQUIREMENTS = """
 import importlib.metadata, json, sys

@@ -79,12 +79,13 @@ class Expected:
 
 
 def package_files(root: Path) -> frozenset[str]:
-    """What of the source tree belongs into every wheel."""
-    files = (path for path in (root / PACKAGE).rglob("*") if path.is_file())
+    """What of the source tree belongs into every wheel: the package, and bench/ below it."""
+    homes = {PACKAGE: "", "bench": f"{PACKAGE}/with_bench/"}
     return frozenset(
-        path.relative_to(root).as_posix()
-        for path in files
-        if path.suffix not in (".so", ".pyc") and not path.name.startswith(".")
+        home + path.relative_to(root).as_posix()
+        for folder, home in homes.items()
+        for path in (root / folder).rglob("*")
+        if path.is_file() and path.suffix not in (".so", ".pyc") and not path.name.startswith(".")
     )
 
 

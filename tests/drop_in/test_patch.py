@@ -22,13 +22,14 @@ from mlx_paged.cli import load_model
 from mlx_paged.drop_in import caches, patch
 from mlx_paged.drop_in.kv_caches import KVCache
 from mlx_paged.drop_in.patch import (
-    TESTED_VERSIONS,
+    TESTED_MLX_LM,
     UntestedVersionError,
     _replace,
     patch_mlx_lm,
     patched_mlx_lm,
     unpatch_mlx_lm,
 )
+from mlx_paged.ops import BUILT_WITH
 from tests.support.models.tiny_models import tiny_model
 
 mlx_eval = mx.eval
@@ -277,7 +278,7 @@ def test_a_script_may_bind_names_before_the_import_line():
 
 def test_an_untested_mlx_lm_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
-    with pytest.raises(UntestedVersionError, match=rf"0\.99\.0.*{TESTED_VERSIONS[0]}"):
+    with pytest.raises(UntestedVersionError, match=rf"0\.99\.0.*{TESTED_MLX_LM[0]}"):
         patch_mlx_lm()
     with pytest.raises(UntestedVersionError), patched_mlx_lm():
         raise AssertionError
@@ -288,7 +289,7 @@ def test_an_untested_mlx_lm_is_refused_by_name(monkeypatch):
 
 
 def test_the_installed_mlx_lm_is_tested():
-    assert mlx_lm.__version__ in TESTED_VERSIONS
+    assert mlx_lm.__version__ in TESTED_MLX_LM
 
 
 @pytest.mark.parametrize("option", ["block_size", "kv_memory"])
@@ -341,9 +342,44 @@ def test_an_engine_may_be_made_while_mlx_lm_is_patched():
     assert len(done.tokens) == 3
 
 
+def installed(monkeypatch, **versions: str) -> None:
+    found = {"mlx": "0.32.4", "mlx-lm": "0.32.2", **versions}
+    monkeypatch.setattr(arguments, "version", found.__getitem__)
+    monkeypatch.setattr(arguments, "requires", lambda name: ["mlx-lm>=0.32.2", "mlx[cpu]==0.32.4"])
+
+
 @pytest.mark.parametrize("allowed", ["0", "1"])
-def test_an_mlx_lm_that_is_too_old_is_named(monkeypatch, allowed):
+@pytest.mark.parametrize(
+    ("name", "version", "message"),
+    [
+        ("mlx-lm", "0.31.3", r"mlx-lm 0\.31\.3 is installed: expected 0\.32 or newer"),
+        ("mlx", "0.31.2", r"mlx 0\.31\.2 is installed: expected 0\.32\.4, for which"),
+        ("mlx", "0.32.5", r"mlx 0\.32\.5 is installed: expected 0\.32\.4, for which"),
+    ],
+)
+def test_a_version_that_cannot_run_is_named(monkeypatch, allowed, name, version, message):
     monkeypatch.setenv("MLX_PAGED_ALLOW_UNTESTED_MLX_LM", allowed)
-    monkeypatch.setattr(arguments, "version", lambda name: "0.31.3")
-    with pytest.raises(UntestedVersionError, match=r"mlx-lm 0\.31\.3 is installed: expected 0\.32"):
-        arguments.require_mlx_lm()
+    installed(monkeypatch, **{name: version})
+    with pytest.raises(UntestedVersionError, match=message):
+        arguments.require_versions()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "lines"),
+    [
+        ("mlx-lm", "0.32.2", []),
+        ("mlx-lm", "0.32.9", ["mlx-lm 0.32.9 is untested: 0.32.2 is tested"]),
+        ("mlx", "0.32.4.dev20261101+abc", []),
+    ],
+)
+def test_an_untested_mlx_lm_is_named_in_one_line(monkeypatch, caplog, name, version, lines):
+    installed(monkeypatch, **{name: version})
+    arguments.require_versions()
+    assert caplog.messages == lines
+
+
+def test_the_pin_of_mlx_is_found(monkeypatch):
+    """In the metadata of this installation."""
+    monkeypatch.setattr(arguments, "version", lambda name: "0.30.0")
+    with pytest.raises(UntestedVersionError, match=f"expected {BUILT_WITH['mlx']}"):
+        arguments.require_versions()

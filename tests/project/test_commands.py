@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import mlx_paged
 from mlx_paged import __main__ as overview
 from tests.support import TIMEOUT
+from tests.support.documents import ROOT
 
 
 def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -24,8 +26,8 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def test_every_command_is_listed_and_exists(monkeypatch, capsys):
     found = Path(overview.__file__).parent.glob("*/__main__.py")
-    assert {*overview.COMMANDS} == {path.parent.name for path in found} | {"run"}
-    assert all(find_spec(f"mlx_paged.{name}") for name in overview.COMMANDS)
+    assert {*overview.COMMANDS} == {path.parent.name for path in found} | {"run", "bench"}
+    assert all(find_spec(f"mlx_paged.{name}") for name in {*overview.COMMANDS} - {"bench"})
     assert called(monkeypatch) == 0
     out = capsys.readouterr().out
     assert all(f"    {name} " in out and text in out for name, text in overview.COMMANDS.items())
@@ -41,6 +43,24 @@ def test_an_unknown_command_is_one_line(monkeypatch, capsys):
     err = capsys.readouterr().err
     assert err.startswith("mlx_paged: error: argument COMMAND: invalid choice: 'generat'")
     assert err.count("\n") == 1
+
+
+def test_every_bench_is_a_command(monkeypatch, capsys):
+    files = (ROOT / "bench").rglob("*.py")
+    found = [path for path in files if '__name__ == "__main__"' in path.read_text()]
+    names = {path.parent.name if path.stem == "__main__" else path.stem for path in found}
+    assert {*overview.BENCHES} == names
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "bench.memory", raising=False)
+    assert called(monkeypatch, "bench", "memory", "--help") == 0
+    assert capsys.readouterr().out.startswith("usage: bench.memory ")
+    assert called(monkeypatch, "bench", "speed") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_console_script_is_the_same_function():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"mlx_paged": f"{overview.__name__}:{overview.main.__name__}"}
 
 
 @pytest.mark.slow

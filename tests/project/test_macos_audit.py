@@ -305,11 +305,13 @@ def test_defect_of_wheel(name: str, wheel: Wheel):
 
 
 def test_package_files_are_the_sources(tmp_path: Path):
-    for path in ("__init__.py", "_ext.cpython-311-darwin.so", "demo/a.json", "x.pyc", ".hidden"):
-        file = tmp_path / "mlx_paged" / path
+    names = "__init__.py", "_ext.cpython-311-darwin.so", "demo/a.json", "x.pyc", ".hidden"
+    for path in (*(f"mlx_paged/{name}" for name in names), "bench/a/b.py", "bench/a/b.pyc"):
+        file = tmp_path / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    assert package_files(tmp_path) == {"mlx_paged/__init__.py", "mlx_paged/demo/a.json"}
+    expected = {"__init__.py", "demo/a.json", "with_bench/bench/a/b.py"}
+    assert package_files(tmp_path) == {f"mlx_paged/{name}" for name in expected}
 
 
 def test_compiler_is_given_no_sdk():

@@ -30,6 +30,7 @@ from tests.support.commands.server_harness import (
     wait_until,
     written,
 )
+from tests.support.documents import ROOT
 
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -109,7 +110,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again():
         wait_until(lambda: not server.models.loaded)
         wait_until(lambda: not any(reference() for reference in kept))
         assert kept and exchange(server, "GET", "/ready")[0] == 200
-        assert json.loads(exchange(server, "GET", "/status")[2]) == {"models": []}
+        assert json.loads(exchange(server, "GET", "/status")[2])["models"] == []
         assert ask(server, None)[2]["choices"][0]["text"] == written(CODE, 8)
         assert ask(server, None, max_tokens=300, ignore_eos=True)[0] == 200
 
@@ -227,6 +228,17 @@ def test_the_server_speaks_tls(tmp_path):
         thread.join()
 
 
+def test_the_page_explains_every_cause_of_a_spike():
+    page = (ROOT / "mlx_paged" / "server" / "status.html").read_text()
+    meanings = page.partition("MEANING = {")[2].partition("};")[0]
+    table = (
+        (ROOT / "docs" / "metrics.md").read_text().partition("| cause |")[2].partition("\n\n")[0]
+    )
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    causes = re.findall(r"`(\w+)`", "".join(cells))
+    assert re.findall(r'(\w+): "', meanings) == causes
+
+
 def test_the_page_needs_nothing_from_elsewhere():
     with live("--api-key", "secret") as server:
         status, headers, page = exchange(server, "GET", "/")
@@ -234,7 +246,9 @@ def test_the_page_needs_nothing_from_elsewhere():
         assert b"//" not in page.replace(b"<!doctype", b"") and b'fetch("status"' in page
         assert exchange(server, "GET", "/status")[0] == 401
         _, _, found = exchange(server, "GET", "/status", headers={"x-api-key": "secret"})
-        (model,) = json.loads(found)["models"]
+        status = json.loads(found)
+        (model,) = status["models"]
+        assert 0 <= status["uptime_s"] < 600
         for name in re.findall(rb"\bm\.(\w+)", page):
             assert name.decode() in model
 
