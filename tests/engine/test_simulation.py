@@ -33,10 +33,10 @@ def limits_of_the_disk(monkeypatch):
         monkeypatch.setattr(tier, name, getattr(tier, name))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("seed", [7, 8, 9])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", [7, 9])
 def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone(seed):
-    totals = counted("fake", seed, num_schedules=140)
+    totals = counted("fake", seed, num_schedules=200)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
     seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped", "valid", "plans"}
     seen -= {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
