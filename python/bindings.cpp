@@ -32,8 +32,8 @@ constexpr const char* kGatherBlocksDoc =
     R"(The keys or values of a batch's sequences in one array ``[B, H_kv, num_tokens, D]``, by a
 graph of MLX's own ops on the current device: the first num_tokens of each row of ``block_tables
 [B, M]`` in ``cache [H_kv, N, S, D]``. Arrays of a pool may have `head_runs`, from
-:func:`mlx_paged.kv.pool.head_runs` of each table, which several calls can share. Raises ValueError
-if an argument has another number of axes, or num_tokens is above ``M * S``.)";
+:func:`mlx_paged.attention.forward.head_runs` of each table, which several calls can share. Raises
+ValueError if an argument has another number of axes, or num_tokens is above ``M * S``.)";
 
 constexpr const char* kTakeFromPoolDoc =
     R"(``mx.take(rows, indices, axis=0)`` for the memory of a pool, on the current device.

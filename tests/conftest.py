@@ -43,12 +43,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, cases in matrices.items():
         if Random(config.getoption("--seed") + name).randrange(one_in):
             continue
-        mark = cases[0].get_closest_marker("sampled")
+        marks = [*cases[0].iter_markers("sampled")]
+        if len(marks) > 1:
+            raise pytest.UsageError(f"{name} is sampled twice: only the nearest mark would count")
         sample = cases
         if cases[0].get_closest_marker("slow"):
             sample = []
-        elif mark is not None:
-            sample = Random(name).sample(cases, len(cases) // mark.args[0])
+        elif marks:
+            sample = Random(name).sample(cases, len(cases) // marks[0].args[0])
         kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -17,7 +17,7 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
-from mlx_paged.kv.pool import KVPool, head_runs
+from mlx_paged.kv.pool import KVPool
 
 SCORES = 1 << 25  # so many are in memory at once
 
@@ -37,6 +37,12 @@ def even_length(num_blocks: int) -> int:
     to chunk, none could take the memory of an earlier one."""
     step = max(1, (1 << (num_blocks - 1).bit_length()) // 8)
     return -(-num_blocks // step) * step
+
+
+def head_runs(tables: mx.array, n_kv_heads: int) -> mx.array:
+    """The index of each head's part of each block, ``[B, n_kv_heads, M]``, in an array of the pool
+    whose blocks and heads are one axis. `tables` are block tables, ``[B, M]``."""
+    return tables[:, None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 
 class GatheredKeys(NamedTuple):

@@ -313,7 +313,6 @@ class EngineCore:
     def _advance(self, ahead: bool) -> None:
         self._recorder.begin()
         result = self._pipeline.advance(ahead)
-        self._recorder.results_ready()
         try:
             if result.step and result.step.prompt_tokens:  # a first token comes with the last one
                 self._note_first_tokens(result.choices)

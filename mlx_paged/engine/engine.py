@@ -19,8 +19,8 @@ from mlx_paged.engine.text import Tokenizer
 from mlx_paged.engine.waiting_calls import WaitingCalls
 from mlx_paged.kv.memory import MemoryBudget, gpu_memory
 from mlx_paged.kv_disk.opening import open_tier
-from mlx_paged.metrics.recorder import PhaseTimes, RecorderConfig, TickWriter
-from mlx_paged.metrics.stats import EngineStats, KVReads
+from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickWriter
+from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model

@@ -70,13 +70,13 @@ class StepPipeline(Generic[LaunchedT]):
         current, self._under_way = self._under_way, None
         if current is None:
             current = self._launch(None, result)
-        if current is None:
-            return result
-        drafting = self._scheduler.speculation
-        reads_first = drafting is not None and drafting.reads_first
-        if ahead and not reads_first and not current.step.loads:
-            self._under_way = self._launch(current, result)
-        self._collect(current, result)
+        if current is not None:
+            drafting = self._scheduler.speculation
+            reads_first = drafting is not None and drafting.reads_first
+            if ahead and not reads_first and not current.step.loads:
+                self._under_way = self._launch(current, result)
+            self._collect(current, result)
+        result.ready = self._now()
         return result
 
     def forced_after(self, choice: SampledToken) -> list[SampledToken]:
@@ -190,8 +190,9 @@ class StepPipeline(Generic[LaunchedT]):
             later = self._under_way.step.everyone if self._under_way else []
             result.fault = result.fault or Fault(later, error)
         self._scheduler.commit(current.step)
-        own_seconds = result.seconds - current.step.extra_seconds
-        self._scheduler.budget.observe(current.step.work, own_seconds)
+        if self._scheduler.budget.learns:
+            own_seconds = result.seconds - current.step.extra_seconds
+            self._scheduler.budget.observe(current.step.work, own_seconds)
         result.schedule_seconds += self._now() - committing
 
     def _now(self) -> float:

@@ -19,6 +19,7 @@ class BlockTables:
     def __init__(self, num_groups: int = 1, num_rows: int = 64, num_columns: int = 64) -> None:
         # Grows with every change of an entry that a reader may know: not when blocks are appended.
         self.version = 0
+        self.num_appends = 0  # grows when blocks are appended
         self._entries: Int32Array = np.zeros((num_groups, num_rows, num_columns), np.int32)
         self._lengths: Int32Array = np.zeros((num_groups, num_rows), np.int32)
         self._versions = np.zeros(num_rows, np.int64)  # `version` after each row's latest change
@@ -79,6 +80,7 @@ class BlockTables:
             self._widen()
         self._entries[group, row, start:stop] = blocks
         self._lengths[group, row] = stop
+        self.num_appends += 1
 
     def append_each(
         self, rows: Sequence[int], blocks: Sequence[int], columns: Sequence[int], group: int = 0
@@ -88,6 +90,7 @@ class BlockTables:
             self._widen()
         self._entries[group, rows, columns] = blocks
         self._lengths[group, rows] = np.array(columns) + 1
+        self.num_appends += 1
 
     def replace(self, row: int, index: int, block: int, group: int = 0) -> None:
         self._entries[group, row, index] = block

@@ -202,7 +202,7 @@ class KVPool:
 
     def gather(self, layer: int, *wanted: Any) -> tuple[mx.array, mx.array]:
         """K and V, ``[B, n_kv_heads, num_tokens, head_dim]`` each. `wanted` are the block tables,
-        the number of tokens and, if known, :func:`head_runs` of the tables."""
+        the number of tokens and, if known, where each head's part of each block is."""
         return self.read(layer, lambda cache: ops.gather_blocks(cache, *wanted))
 
     def grow(self, num_blocks: int) -> None:
@@ -301,12 +301,6 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
     """The op of two scales; of no scales, nothing."""
     written: tuple[mx.array, ...] = op(*arrays) if len(arrays) > 1 else ()
     return written
-
-
-def head_runs(tables: mx.array, n_kv_heads: int) -> mx.array:
-    """The index of each head's part of each block, ``[B, n_kv_heads, M]``, in an array of the pool
-    whose blocks and heads are one axis. `tables` are block tables, ``[B, M]``."""
-    return tables[:, None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:

@@ -6,17 +6,25 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
-from mlx_paged.metrics.stats import EngineStats, KVReads
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Step, StepResult
+from mlx_paged.scheduler.step import Span, Step, StepResult
+
+STOCK_GROWTH = 256  # mlx-lm's own caches grow by so many tokens at once
+
+IntArray = npt.NDArray[np.int64]
 
 
 class GcPauses:
@@ -108,6 +116,50 @@ class TickWriter:
             logging.warning("no more ticks are written: %s", error)
 
 
+class Reads(NamedTuple):
+    """What the spans of a step attend to."""
+
+    num_spans: int
+    tokens: int  # of all contexts: a sequence up to the end of its span
+    longest: int  # of these contexts
+    stock_steps: int  # of STOCK_GROWTH tokens that hold them in mlx-lm's own caches
+    kv_bytes: int  # over all layers; a span reads each byte once
+    blocks: int  # that hold these bytes, counted for each sequence
+
+
+class KVReads:
+    """Computes how much K/V attention must read. Each layer has a window (None: none, 0: it stores
+    nothing) and the bytes of one token's K/V in it."""
+
+    def __init__(self, layers: Iterable[tuple[int | None, int]], block_size: int) -> None:
+        stored: Counter[int | None] = Counter()  # by window, of all its layers
+        for window, size in layers:
+            if window != 0:
+                stored[window] += size
+        limited = sorted((window, size) for window, size in stored.items() if window is not None)
+        self._token_bytes = stored.total()
+        self._is_limited = None not in stored  # every layer has a window
+        self._windows, self._bytes = np.array(limited, np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
+        self._block_size = block_size
+        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
+
+    def of(self, spans: Sequence[Span]) -> Reads:
+        """What a step with these spans reads."""
+        stops = [span.stop for span in spans]
+        tokens = sum(stops)
+        pieces = (np.array(stops, np.int64) + (self._sizes - 1)) // self._sizes
+        blocks, stock_steps = np.add.reduce(pieces, axis=1).tolist()
+        kv_bytes = tokens * self._token_bytes
+        if self._windows.size:
+            starts = np.array([span.start for span in spans], np.int64)
+            unseen = np.maximum(starts - (self._windows - 1), 0)  # [windows, spans], by any token
+            kv_bytes -= int((unseen * self._bytes).sum())
+            if self._is_limited:
+                blocks -= int((unseen[-1] // self._block_size).sum())  # of the widest window
+        blocks = blocks if self._token_bytes else 0
+        return Reads(len(stops), tokens, max(stops, default=0), stock_steps, kv_bytes, blocks)
+
+
 @dataclass(frozen=True, slots=True)
 class RecorderConfig:
     """How ticks are measured and where they are stored."""
@@ -117,6 +169,16 @@ class RecorderConfig:
     reads: KVReads | None = None
     phases: PhaseTimes | None = None  # times that a profiling runner measures
     writer: TickWriter | None = None  # to a file
+
+
+def record_memory(stats: EngineStats, reads: Reads) -> None:
+    """Update the peaks of live tokens and of mlx-lm's caches."""
+    growth_bytes = STOCK_GROWTH * stats.block_bytes / stats.block_size
+    padded = int(reads.num_spans * -(-reads.longest // STOCK_GROWTH) * growth_bytes)
+    contiguous = int(reads.stock_steps * growth_bytes)
+    stats.peak_live_tokens = max(stats.peak_live_tokens, reads.tokens)
+    stats.padded_kv_bytes = max(stats.padded_kv_bytes, padded)
+    stats.contiguous_kv_bytes = max(stats.contiguous_kv_bytes, contiguous)
 
 
 class TickRecorder:
@@ -168,10 +230,6 @@ class TickRecorder:
         tick = self._tick = Tick(start=self._clock())
         tick.gc_ms, tick.gc_elsewhere_ms = -self.pauses.seconds, -self.pauses.elsewhere
 
-    def results_ready(self) -> None:
-        """Call when the step has ended, before its tokens go to their requests."""
-        self._tick.output_ms = self.pauses.seconds - self._clock()
-
     def end(self, result: StepResult) -> None:
         """Call after the engine advanced."""
         if result.step is None and result.fault is None:
@@ -181,7 +239,7 @@ class TickRecorder:
         tick.tick_ms = 1000 * (ended - tick.start)
         tick.gc_ms = 1000 * (tick.gc_ms + pauses.seconds)
         tick.gc_elsewhere_ms = 1000 * (tick.gc_elsewhere_ms + pauses.elsewhere)
-        tick.output_ms = 1000 * (tick.output_ms + ended - pauses.seconds)
+        tick.output_ms = 1000 * (ended - pauses.seconds - result.ready)
         tick.schedule_ms = 1000 * result.schedule_seconds
         tick.launch_ms = 1000 * result.launch_seconds
         tick.wait_ms = 1000 * result.wait_seconds
@@ -221,7 +279,7 @@ class TickRecorder:
         stats.generation_tokens += tick.sampled
         stats.peak_running = max(stats.peak_running, len(spans))
         stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, step.blocks_in_use)
-        stats.record_memory(reads)
+        record_memory(stats, reads)
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
         stats.blocks_touched += tick.blocks_touched

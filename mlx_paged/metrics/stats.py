@@ -2,66 +2,13 @@
 
 import resource
 import sys
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from mlx_paged.scheduler.step import Span
-
-IntArray = npt.NDArray[np.int64]
-
-STOCK_GROWTH = 256  # mlx-lm's own caches grow by so many tokens at once
 NUM_TTFTS = 10_000  # number of latest times to first token that the statistics use
-
-
-class Reads(NamedTuple):
-    """What the spans of a step attend to."""
-
-    num_spans: int
-    tokens: int  # of all contexts: a sequence up to the end of its span
-    longest: int  # of these contexts
-    stock_steps: int  # of STOCK_GROWTH tokens that hold them in mlx-lm's own caches
-    kv_bytes: int  # over all layers; a span reads each byte once
-    blocks: int  # that hold these bytes, counted for each sequence
-
-
-class KVReads:
-    """Computes how much K/V attention must read. Each layer has a window (None: none, 0: it stores
-    nothing) and the bytes of one token's K/V in it."""
-
-    def __init__(self, layers: Iterable[tuple[int | None, int]], block_size: int) -> None:
-        stored: Counter[int | None] = Counter()  # by window, of all its layers
-        for window, size in layers:
-            if window != 0:
-                stored[window] += size
-        limited = sorted((window, size) for window, size in stored.items() if window is not None)
-        self._token_bytes = stored.total()
-        self._is_limited = None not in stored  # every layer has a window
-        self._windows, self._bytes = np.array(limited, np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
-        self._block_size = block_size
-        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
-
-    def of(self, spans: Sequence[Span]) -> Reads:
-        """What a step with these spans reads."""
-        stops = [span.stop for span in spans]
-        tokens = sum(stops)
-        pieces = (np.array(stops, np.int64) + (self._sizes - 1)) // self._sizes
-        blocks, stock_steps = np.add.reduce(pieces, axis=1).tolist()
-        kv_bytes = tokens * self._token_bytes
-        if self._windows.size:
-            starts = np.array([span.start for span in spans], np.int64)
-            unseen = np.maximum(starts - (self._windows - 1), 0)  # [windows, spans], by any token
-            kv_bytes -= int((unseen * self._bytes).sum())
-            if self._is_limited:
-                blocks -= int((unseen[-1] // self._block_size).sum())  # of the widest window
-        blocks = blocks if self._token_bytes else 0
-        return Reads(len(stops), tokens, max(stops, default=0), stock_steps, kv_bytes, blocks)
 
 
 @dataclass(slots=True)
@@ -123,15 +70,6 @@ class EngineStats:
     @property
     def token_bytes(self) -> float:
         return self.block_bytes / self.block_size
-
-    def record_memory(self, reads: Reads) -> None:
-        """Update the peaks of live tokens and of mlx-lm's caches."""
-        growth_bytes = STOCK_GROWTH * self.token_bytes
-        padded = int(reads.num_spans * -(-reads.longest // STOCK_GROWTH) * growth_bytes)
-        contiguous = int(reads.stock_steps * growth_bytes)
-        self.peak_live_tokens = max(self.peak_live_tokens, reads.tokens)
-        self.padded_kv_bytes = max(self.padded_kv_bytes, padded)
-        self.contiguous_kv_bytes = max(self.contiguous_kv_bytes, contiguous)
 
     def as_dict(self) -> dict[str, Any]:
         """All counters, rates and derived sizes as JSON values."""

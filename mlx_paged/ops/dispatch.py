@@ -121,8 +121,10 @@ def writes_in_place(
     """Whether ``write_kv`` with these arguments writes in place; `scaled`: with scales."""
     if not is_native(stream, k_cache, v_cache, slot_mapping):
         return False
-    is_cpu = device_of(stream) == mx.cpu
-    return is_cpu or take_writes(k.dtype, k_cache, v_cache, scaled)
+    if device_of(stream) == mx.cpu:
+        return True
+    keys, values = ((cache.shape[2:], cache.dtype) for cache in (k_cache, v_cache))
+    return _take_writes(k.dtype, keys, values, scaled)
 
 
 def copies_in_place(
@@ -131,7 +133,8 @@ def copies_in_place(
     """Whether ``copy_blocks`` with these arguments copies in place; arrays of any width."""
     if not is_compiled(stream, block_pairs):
         return False
-    return device_of(stream) == mx.cpu or take_copies(k_cache, v_cache)
+    caches = k_cache.dtype, k_cache.shape[3], v_cache.dtype, v_cache.shape[3]
+    return device_of(stream) == mx.cpu or _take_copies(*caches)
 
 
 def append_kv(
@@ -223,24 +226,14 @@ def _take_attention(
     return all([_compile(plan, q, k, v, table, lens, **given) for table in tables])
 
 
-def take_writes(dtype: mx.Dtype, k_cache: mx.array, v_cache: mx.array, scaled: bool) -> bool:
-    """Whether the GPU takes writes of rows of this dtype to these caches; `scaled` quantizes."""
-    keys, values = ((cache.shape[2:], cache.dtype) for cache in (k_cache, v_cache))
-    return _take_writes(dtype, keys, values, scaled)
-
-
 @cache
 def _take_writes(dtype: mx.Dtype, keys: _Rows, values: _Rows, scaled: bool) -> bool:
+    """Whether the GPU takes writes of rows of this dtype to such caches; `scaled` quantizes."""
     caches = [_zeros((1, 1, *shape), form) for shape, form in (keys, values)]
     kinds = [(dims_of(c), dtype) if scaled else (c.shape[3], c.dtype) for c in caches]
     rows = [_zeros((1, 1, width), kind) for width, kind in kinds]
     slots, scales = _zeros((1,), mx.int32), _scales(*caches) if scaled else {}
     return _compile(_ext.metal.plan_write_kv, *rows, *caches, slots, **scales)
-
-
-def take_copies(k_cache: mx.array, v_cache: mx.array) -> bool:
-    """Whether the GPU takes copies of blocks in these caches."""
-    return _take_copies(k_cache.dtype, k_cache.shape[3], v_cache.dtype, v_cache.shape[3])
 
 
 @cache

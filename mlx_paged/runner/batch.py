@@ -63,6 +63,7 @@ class BatchTables:
     _lengths: Int32Array  # number of blocks of each sequence
     _host: Int32Array  # the host's copy, wider than `array`
     _version: int  # version of the allocator's tables that was copied
+    _num_appends: int  # to these tables, when they were copied
 
     def __init__(
         self,
@@ -92,6 +93,9 @@ class BatchTables:
             self._take_over(seq_ids)
             return
         self._version = tables.version
+        if tables.num_appends == self._num_appends:
+            return
+        self._num_appends = tables.num_appends
         lengths = tables.lengths(self._rows, self.group)
         grown = np.flatnonzero(lengths != self._lengths).astype(np.int32)
         if grown.size == 0:
@@ -135,7 +139,7 @@ class BatchTables:
     def _take_over(self, seq_ids: list[int]) -> None:
         tables = self._allocator.block_tables
         self._seq_ids = list(seq_ids)
-        self._version = tables.version
+        self._version, self._num_appends = tables.version, tables.num_appends
         self._rows = self._allocator.table_rows(seq_ids)
         self._lengths = tables.lengths(self._rows, self.group)
         entries = tables.rows(self._rows, self.group)
@@ -175,6 +179,7 @@ class Batch:
         positions: ``[T]`` int32, of each token in its sequence.
         forwards: what the layers know of it: group by group, one for each member.
         sampled: the requests that get a token.
+        newest: the newest token of each of `sampled`, int32.
         sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
             still being chosen included; ``[R]`` int32, on the host.
         num_sampled_rows: how many rows need logits.
@@ -227,7 +232,10 @@ class Batch:
         self.forwards = self._forwards(allocator, tables)
         self.scored: list[tuple[Request, range]] = []
         self._choose_rows(spans, scores)
-        self.tokens = self._known_and_coming(spans, coming)
+        self.tokens = self.newest = self._known_and_coming(spans, coming)
+        if not self.samples_all:
+            rows, of = self.sampled_rows, self.logits_of
+            self.newest = self.tokens[rows if of is None else rows[of]]
         if self.padding:
             self.tokens = mx.pad(self.tokens, (0, self.padding))
 
@@ -375,14 +383,6 @@ class Batch:
     def inputs(self) -> mx.array:
         """The model's input ids, ``[T, 1]`` or ``[1, L]``."""
         return self.tokens[:, None] if self.layout is Layout.ROWS else self.tokens[None]
-
-    @property
-    def newest(self) -> mx.array:
-        """The newest token of each of `sampled`, int32."""
-        if self.samples_all:
-            return self.tokens[: self.num_tokens] if self.padding else self.tokens
-        rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
-        return self.tokens[rows]
 
     def sampled_alone(self) -> list[Forward]:
         """The sampled tokens of a batch of rows, whose K/V is stored already."""

@@ -27,15 +27,15 @@ class ChunkBudget:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()  # predicts the time of a step
-        # Whether `cost` follows the times of steps.
+        # Whether anyone needs `cost` to follow the times of steps.
         self.learns = learns or max_stall is not None
         self.few_sizes = few_sizes
         self.pauses = False  # whether it does so for a stall bound only
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from the time of a step, if anyone needs to know it."""
+        """Learn from the time of a step."""
         pauses = self.pauses and self.max_stall is None and not work.chunk_tokens
-        if self.learns and seconds > 0 and not pauses:
+        if seconds > 0 and not pauses:
             self.cost.observe(work, seconds)
 
     def seconds_to_compute(self, start: int, stop: int) -> float:

@@ -1,6 +1,6 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.policies import choose_preempted
 from mlx_paged.scheduler.speculation import Drafter, Speculation
-from mlx_paged.scheduler.step import Span, Step, sort_by_pending
+from mlx_paged.scheduler.step import Span, Step
 from mlx_paged.scheduler.turns import Turn, is_overtaken
 
 REGAIN = 1 / 64
@@ -153,7 +153,7 @@ class Scheduler(Places):
 
     def _schedule_all(self, step: Step) -> None:
         self._may_run = min(self._most_running, self._may_run + REGAIN)
-        decodes, step.prompts, exhausted = sort_by_pending(self.running.values())
+        decodes, step.prompts, exhausted = _sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
         if self.speculation is not None:
@@ -284,3 +284,20 @@ class Scheduler(Places):
             self._share(request, next_sample)
         else:
             self.waiting.push(next_sample)
+
+
+def _sort_by_pending(
+    requests: Iterable[Request],
+) -> tuple[list[Request], list[Request], list[Request]]:
+    """Requests with one token to compute, with several, and with no further token to generate."""
+    decodes, chunks, exhausted = [], [], []
+    for request in requests:  # all requests in each step: properties would double the time
+        num_tokens = len(request.tokens) + request.num_in_flight
+        limit = request.num_prompt + request.params.max_tokens
+        if num_tokens >= limit or request.error is not None:
+            exhausted.append(request)
+        elif num_tokens - request.num_computed == 1:
+            decodes.append(request)
+        elif num_tokens > request.num_computed:
+            chunks.append(request)
+    return decodes, chunks, exhausted

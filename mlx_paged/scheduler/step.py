@@ -1,6 +1,6 @@
 """What one forward pass computes, and what the engine asks of its runner. Knows no mlx."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import add
@@ -67,23 +67,6 @@ class Span:
         if start < self.stop:
             pieces.append(Span(self.request, start, self.stop, self.samples, self.forks))
         return pieces
-
-
-def sort_by_pending(
-    requests: Iterable[Request],
-) -> tuple[list[Request], list[Request], list[Request]]:
-    """Requests with one token to compute, with several, and with no further token to generate."""
-    decodes, chunks, exhausted = [], [], []
-    for request in requests:  # all requests in each step: properties would double the time
-        num_tokens = len(request.tokens) + request.num_in_flight
-        limit = request.num_prompt + request.params.max_tokens
-        if num_tokens >= limit or request.error is not None:
-            exhausted.append(request)
-        elif num_tokens - request.num_computed == 1:
-            decodes.append(request)
-        elif num_tokens > request.num_computed:
-            chunks.append(request)
-    return decodes, chunks, exhausted
 
 
 @dataclass(slots=True)
@@ -226,5 +209,6 @@ class StepResult:
     schedule_seconds: float = 0.0  # of the call, for any step; so are the next two
     launch_seconds: float = 0.0  # building and submitting the graph
     wait_seconds: float = 0.0  # waiting for the device
+    ready: float = 0.0  # when the call had all this, on the clock without garbage collections
     launched: list[Step] = field(default_factory=list)  # the steps launched in the call
     fault: Fault | None = None  # `step` or a launched one failed. The choices are still valid.

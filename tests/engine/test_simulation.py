@@ -33,14 +33,16 @@ def limits_of_the_disk(monkeypatch):
         monkeypatch.setattr(tier, name, getattr(tier, name))
 
 
-def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
-    totals = counted("fake", seed=7, num_schedules=400)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", [7, 9])
+def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone(seed):
+    totals = counted("fake", seed, num_schedules=200)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
     seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped", "valid", "plans"}
     seen -= {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
-    assert totals["overtakes"] > 10, "hardly any long prompt was overtaken"
+    assert totals["overtakes"] > 3, "hardly any long prompt was overtaken"
     seen -= {"overtakes"}
-    assert not [name for name in seen if totals[name] < 100], "something hardly ever happened"
+    assert not [name for name in seen if totals[name] < 35], "something hardly ever happened"
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.metrics.stats import STOCK_GROWTH, EngineStats, KVReads, Reads
+from mlx_paged.metrics.recorder import STOCK_GROWTH, KVReads, Reads, record_memory
+from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.support.simulation.fake_model import FakeClock, FakeRunner
 from tests.support.simulation.hash_model import VOCAB
@@ -66,7 +67,7 @@ def test_other_caches_grow_in_steps_of_256_tokens():
     moments = [rng.integers(1, 1200, rng.integers(1, 9)).tolist() for _ in range(30)]
     stats = EngineStats(block_size=16, block_bytes=16 * TOKEN_BYTES, num_blocks=99)
     for lengths in moments:
-        stats.record_memory(reads([], [(0, n) for n in lengths]))
+        record_memory(stats, reads([], [(0, n) for n in lengths]))
     grown = [[len(range(0, n, STOCK_GROWTH)) * STOCK_GROWTH for n in each] for each in moments]
     assert stats.contiguous_kv_bytes == TOKEN_BYTES * max(map(sum, grown))
     assert stats.padded_kv_bytes == TOKEN_BYTES * max(len(each) * max(each) for each in grown)

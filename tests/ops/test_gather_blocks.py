@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.attention.forward import Forward
-from mlx_paged.kv.pool import head_runs
+from mlx_paged.attention.forward import Forward, head_runs
 
 RNG = np.random.default_rng(0)
 

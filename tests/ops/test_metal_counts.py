@@ -50,7 +50,7 @@ def test_the_document_compares_the_rows_that_it_has() -> None:
     assert with_ours(text, []) == text
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shared", [False, True], ids=["chunks", "shared keys"])
 @pytest.mark.parametrize("dtype", chunks.DTYPES)
 @pytest.mark.parametrize("head_dim", chunks.HEAD_DIMS)

@@ -44,10 +44,10 @@ PAIRS = {
 METAL_TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat"}
 
 
-@pytest.fixture(params=["shuffled", "race check"])
-def metal(request) -> MetalRunner:
+@pytest.fixture
+def metal() -> MetalRunner:
     """Threads in a random order, and watched; any finding raises."""
-    return MetalRunner(*WAYS[request.param])
+    return MetalRunner(*WAYS["race check"])
 
 
 @pytest.fixture(params=WAYS)
@@ -82,7 +82,7 @@ def assert_matches_float64(metal: MetalRunner, case: Case) -> None:
 
 
 class TestAttention:
-    @pytest.mark.sampled(24)
+    @pytest.mark.sampled(12)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("block_size", [3, 8, 16, 32], ids="S{}".format)
     def test_block_sizes(self, metal, dtype, block_size):
@@ -217,7 +217,7 @@ class TestAttention:
         assert_matches_float64(any_metal, case)
         assert len(any_metal.trace.kernels) == 2
 
-    @pytest.mark.sampled(12)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("options", [[], ["window_21"], ["sinks"]], ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 3], ids="L{}".format)
     def test_splits_without_keys_store_nothing_and_are_not_read(self, metal, options, num_tokens):
@@ -227,7 +227,6 @@ class TestAttention:
         assert_matches_float64(metal, case)
         assert len(metal.trace.kernels) == 2
 
-    @pytest.mark.sampled(2)
     def test_splits_of_rows_that_see_beyond_their_position(self, metal):
         case = random_case([513, 1025, 3], num_tokens=2)
         case.options["causal"] = False
@@ -318,7 +317,7 @@ class TestPool:
         np.testing.assert_array_equal(as_numpy(v_cache), want_v)
         assert any_metal.trace.kernels[0].startswith("write_kv_")
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("v_head_dim", [32, 96], ids="Dv{}".format)
     @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)

@@ -299,7 +299,7 @@ class TestNonfinite:
             want = case.expected()[0]
         assert_same(run(metal, case), want, 2 * TOLERANCE[dtype])
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(12)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize("before", [0, 600], ids=["whole", "split"])
     @pytest.mark.parametrize("dims", [40, 64, 128, 256, (24, 72)], ids=str)

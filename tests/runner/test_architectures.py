@@ -131,8 +131,8 @@ def swap_states(engine: Engine, step: int, ids: list[int]) -> None:
         engine.runner.states.fork(ids[1], ids[0])
 
 
-one_in_four = pytest.mark.sampled(4)
-"""Another quarter of the architectures for each test."""
+one_in_twelve = pytest.mark.sampled(12)
+"""Other architectures for each test."""
 
 
 @pytest.fixture(scope="module", params=IS_SERVED)
@@ -140,30 +140,26 @@ def served(request) -> Solo:
     return Solo(request.param)
 
 
-@pytest.mark.sampled(17)
-@one_in_four
+@one_in_twelve
 def test_ragged_prompts_decode_together(served):
     for prompt, completion in run(served.engine(prefill_chunk=64), {0: [SHORT, MIDDLE, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
-@pytest.mark.sampled(391)
-@one_in_four
+@one_in_twelve
 def test_chunked_prompts_arrive_while_others_decode(served):
     for prompt, completion in run(served.engine(), {0: [MIDDLE], 3: [SHORT, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
-@pytest.mark.sampled(117)
-@one_in_four
+@one_in_twelve
 def test_the_last_layer_computes_sampled_tokens_alone(served, monkeypatch):
     monkeypatch.setattr(model_runner, "WORTH_SKIPPING", 1)
     for prompt, completion in run(served.engine(), {0: [MIDDLE], 3: [SHORT, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
-@pytest.mark.sampled(70)
-@one_in_four
+@one_in_twelve
 def test_no_block_is_read_after_it_was_freed(served):
     engine = served.engine(lookahead=False, prefix_cache=False)
     for prompt, completion in run(engine, {0: [LONG, SHORT]}, overwrite_free_blocks):
@@ -183,8 +179,7 @@ def test_that_arrival_makes_mixed_steps():
     assert sum(mixed) >= 3
 
 
-@pytest.mark.sampled(323)
-@one_in_four
+@one_in_twelve
 def test_samples_of_one_prompt_part_ways(served):
     engine = served.engine()
     (samples,) = engine.sample([MIDDLE], 3, temperature=2.0, seed=0, **OPTIONS)
@@ -194,8 +189,7 @@ def test_samples_of_one_prompt_part_ways(served):
     assert engine.stats.prompt_tokens == len(MIDDLE), "the prompt was computed more than once"
 
 
-@pytest.mark.sampled(24)
-@one_in_four
+@one_in_twelve
 def test_prefixes_are_shared(served):
     engine = served.engine()
     engine.generate([LONG], max_tokens=1)
@@ -205,8 +199,7 @@ def test_prefixes_are_shared(served):
     assert completion.cached_prompt_tokens == 2 * BLOCK_SIZE
 
 
-@pytest.mark.sampled(54)
-@one_in_four
+@one_in_twelve
 def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
     def three(speculation, likely):  # not as many as this machine's speed makes worthwhile
         left = {r: r.params.max_tokens - r.num_generated - 1 for r in likely}
@@ -226,8 +219,7 @@ def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
         assert engine.stats.drafts > engine.stats.accepted_drafts > 1
 
 
-@pytest.mark.sampled(70)
-@one_in_four
+@one_in_twelve
 def test_a_disturbed_cache_is_noticed(served):
     decodes, prefixes = TABLE[served.name][2], TABLE[served.name][4]
     disturbances = [overwrite_all_kv] if decodes != "state only" else []
