@@ -176,8 +176,6 @@ def probe(model: nn.Module) -> ModelProfile:
     untraceable = None
     if decode is None:
         untraceable = "each sequence has its own forward"
-    elif recurrent:
-        untraceable = "states of fixed size are no arguments"
     elif any(not leaf.attentions for leaf in decode if leaf.shape is not None):
         untraceable = "gathered K/V has a length"
     return ModelProfile(

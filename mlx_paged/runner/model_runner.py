@@ -134,8 +134,10 @@ class ModelRunner:
             return None
         graph = weakly(self._graph)
         for fuses in (False, True)[: 1 if on_cpu else 2]:
-            compiled = CompiledDecode(self.model, graph, self.allocator, self.pool, max_rows, fuses)
+            of_pool = self.allocator, self.pool, self.states
+            compiled = CompiledDecode(self.model, graph, *of_pool, max_rows, fuses)
             self.why_plain = compiled.problem(if_faster=wanted is None)
+            self.states.clear()
             if self.why_plain is None:
                 self.compiled = compiled
                 self._tables = self._new_tables(padded=True)
@@ -369,13 +371,15 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
-        if self.compiled is not None and self.compiled.takes(batch):
-            scores = self.compiled(batch)
-            return scores.logits, scores
         if self._is_recurrent:
             if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
                 self.states.drop(batch.seq_ids[0])
-            self.states.load(batch.seq_ids)
+            self.states.load(batch.seq_ids, batch.padding)
+        if self.compiled is not None and self.compiled.takes(batch):
+            scores = self.compiled(batch)
+            if self._is_recurrent:
+                self.states.store(batch.seq_ids, self.states.forms)
+            return scores.logits, scores
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
         selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
@@ -385,7 +389,8 @@ class ModelRunner:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
-        return logits.flatten(0, 1), None
+        logits = logits.flatten(0, 1)
+        return logits[: batch.num_tokens] if rows is None and batch.padding else logits, None
 
     def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""
