@@ -13,7 +13,7 @@ from weakref import WeakMethod
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
@@ -73,6 +73,13 @@ def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
+def _compiles_layers(model: nn.Module) -> bool:
+    """Whether layers have compiled functions of their own. Such a function keeps the parameters of
+    its first call: within a trace these would be no arrays that any later call could read."""
+    kind = type(mx.compile(abs))
+    return any(isinstance(each, kind) for module in model.modules() for each in vars(module).values())
+
+
 class CompiledDecode:
     """Builds the graph of a decode step from a graph that ``mx.compile`` traced before.
 
@@ -83,17 +90,14 @@ class CompiledDecode:
     new trace, and new layers are traced again. The graphs belong to a stream, as all computations
     of MLX do, so that another thread's stream traces them again.
 
-    On a CPU a graph must have the logits of the plain forward, bit by bit. Fused elementwise ops
-    may round differently, also those of functions that the model compiles itself, which are fused
-    with the whole graph or not at all. On a CPU fusion would need a C++ compiler, so nothing is
-    fused there.
+    A graph has the nodes of the plain forward, and so its bits. Nothing is fused that the model
+    does not compile itself, and what it compiles stays as it is.
 
     Args:
         model: its `state` is an argument of the graphs.
         compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
         states: of the recurrent layers, no sequence has any yet.
         max_rows: the most sequences of a step.
-        fuses: whether elementwise ops are fused.
 
     Attributes:
         traces: how many there were, and what they cost.
@@ -107,7 +111,6 @@ class CompiledDecode:
         pool: KVPool,
         states: RecurrentStates,
         max_rows: int,
-        fuses: bool = False,
     ) -> None:
         self.traces = Traces()
         self._model = model
@@ -119,7 +122,6 @@ class CompiledDecode:
         groups = allocator.groups
         self._pieces = [group.pieces for group in groups for _ in range(group.members)]
         self._max_rows = max_rows
-        self._fuses = fuses
         room = pool.num_blocks // sum(group.width for group in groups)
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
@@ -242,6 +244,9 @@ class CompiledDecode:
         user disabled it, for each step, with real arrays."""
         is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
         own_states, self._states.loaded = self._states.loaded, states
+        if is_trace and not _compiles_layers(self._model):
+            leaves = (leaf for _, leaf in tree_flatten([arrays, handles, states, state]))
+            ops.keep_compiled([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self.traces.count += is_trace
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
@@ -253,7 +258,7 @@ class CompiledDecode:
             self._states.loaded = own_states
             self._model.update(own_state, strict=False)
         if is_trace:
-            ops.set_fusion(self._fuses)
+            ops.set_fusion(False)
         return found
 
     def _plain(self, arrays: Arrays) -> Scores:

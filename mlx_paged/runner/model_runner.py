@@ -132,17 +132,15 @@ class ModelRunner:
             self.why_plain = "not asked for"
         if self.why_plain is not None:
             return None
-        graph = weakly(self._graph)
-        for fuses in (False, True)[: 1 if on_cpu else 2]:
-            of_pool = self.allocator, self.pool, self.states
-            compiled = CompiledDecode(self.model, graph, *of_pool, max_rows, fuses)
-            self.why_plain = compiled.problem(if_faster=wanted is None)
-            self.states.clear()
-            if self.why_plain is None:
-                self.compiled = compiled
-                self._tables = self._new_tables(padded=True)
-                return compiled.traces
-        return None
+        of_pool = self.allocator, self.pool, self.states
+        compiled = CompiledDecode(self.model, weakly(self._graph), *of_pool, max_rows)
+        self.why_plain = compiled.problem(if_faster=wanted is None)
+        self.states.clear()
+        if self.why_plain is not None:
+            return None
+        self.compiled = compiled
+        self._tables = self._new_tables(padded=True)
+        return compiled.traces
 
     def warm_up(self) -> None:
         """Trace the decodes that are compiled, for this thread alone."""

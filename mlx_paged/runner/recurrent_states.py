@@ -52,9 +52,12 @@ class RecurrentStates:
     def alike(self, seq_ids: Iterable[int]) -> set[int]:
         """The largest group of sequences whose states have the same forms, so that they can be
         joined. Some states grow with a sequence's first tokens up to a fixed length."""
-        kinds: dict[Forms, set[int]] = {}
+        together: dict[_Joined, set[int]] = {}
         for seq_id in seq_ids:
-            kinds.setdefault(self._row_of(seq_id)[0].forms, set()).add(seq_id)
+            together.setdefault(self._row_of(seq_id)[0], set()).add(seq_id)
+        kinds: dict[Forms, set[int]] = {}
+        for joined, own in together.items():
+            kinds.setdefault(joined.forms, set()).update(own)
         return max(kinds.values(), key=len, default=set())
 
     def load(self, seq_ids: Sequence[int], padding: int = 0) -> None:
