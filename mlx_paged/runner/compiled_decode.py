@@ -199,10 +199,11 @@ class CompiledDecode:
         return "a compiled step takes more time" if slower else None
 
     def _final_states(self) -> States:
-        """The states of a sequence of tokens 0, as soon as their forms stay."""
-        forms: Forms | None = None
+        """The states of a sequence of tokens 1, as soon as their forms stay."""
+        forms, tokens = None, self._first_tokens(1, FEWEST_COLUMNS, 0)
+        tokens[0] = tokens[0] + 1  # a lost state is noticed only if another token changes it
         while forms != (forms := forms_of(self._states.loaded)):
-            self._plain(self._first_tokens(1, FEWEST_COLUMNS, 0))
+            self._plain(tokens)
             mx.eval(self._pool.handles(), self._states.loaded)
         self._forms = forms
         return self._states.loaded
