@@ -6,6 +6,7 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.kv.allocator import BlockAllocator
@@ -182,6 +183,7 @@ class Batch:
         logits_of: for each of `sampled` the row of logits to draw from; None: its own.
         scored: requests whose prompt tokens need log-probabilities, with the positions of the
             tokens before these. Their rows of logits are the last ones.
+        spans: of the sequences, in the order of their rows.
         seq_ids: the sequence of each span.
         shared_keys: keys that sequences share with others, in the layer group with the most.
     """
@@ -209,6 +211,7 @@ class Batch:
             spans = sorted(spans, key=len)
         self.num_decodes = len(singles)
         self.start = spans[0].start
+        self.spans = spans
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
@@ -283,6 +286,7 @@ class Batch:
         rows = allocator.table_rows(self.seq_ids)
         entries = allocator.block_tables.rows(rows, group)[:, : columns.max() + 1]
         slots = store.slots(entries[self._sequences, columns], self._positions, group)
+        slots = np.where(self._is_stored, np.int32(-1), slots)
         block_tables = np.ascontiguousarray(store.tables(entries, group))
         chunks: list[list[Chunk]] = [[] for _ in block_tables]
         for index in range(count, len(self.seq_ids)):
@@ -306,6 +310,12 @@ class Batch:
         padded = np.full((*values.shape[:-1], values.shape[-1] + self.padding), value, np.int32)
         padded[..., : -self.padding] = values
         return padded
+
+    @cached_property
+    def _is_stored(self) -> npt.NDArray[np.bool_]:
+        """Whether the K/V of each token is in the pool already, ``[T]``."""
+        behind = [span.start + span.behind for span in self.spans]
+        return self._positions < np.repeat(np.array(behind, np.int32), self._lengths)
 
     @cached_property
     def _sequences(self) -> Int32Array:

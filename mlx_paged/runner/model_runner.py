@@ -29,7 +29,8 @@ from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_th
 from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
+from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, States
+from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler, Scores, empty_rows, on_host
@@ -107,6 +108,7 @@ class ModelRunner:
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self._is_recurrent = profile.recurrent
+        self.recurrent_rows = RecurrentRows.of(model) if profile.diverts_states else None
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         self.cpu_layers = CPULayers(model, cpu_linear)
@@ -167,7 +169,8 @@ class ModelRunner:
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, list):
                 snapshot.states = unpacked(snapshot.states)
-            self.states.restore(request.id, cast(States, snapshot.states))
+            states = cast(States, snapshot.states)
+            self.states.restore(request.id, snapshot.position, states)
         coming = None if before is None else before.coming
         traced = self._trace_seconds
         requests: list[Request] = []
@@ -319,8 +322,8 @@ class ModelRunner:
         launched.end = ops.metal.end_of_work()
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
-        """Copy a request's current states into a snapshot."""
-        states = self.states.copy(request.id)
+        """Copy a request's states into a snapshot."""
+        states = self.states.copy(request.id, snapshot.position)
         if states is not None:
             snapshot.states = states
             self._copied += arrays_of(states)
@@ -342,10 +345,10 @@ class ModelRunner:
             return spans, ()
         if self.batching is Batching.SINGLE:
             return (), spans
-        decodes = [span for span in spans if span.start > 0 and (len(span) == 1 or span.drafts)]
-        if self._is_recurrent:
-            alike = self.states.alike(span.request.id for span in decodes)
-            decodes = [span for span in decodes if span.request.id in alike]
+        decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.drafts or s.behind)]
+        if self._is_recurrent and self.recurrent_rows is None:
+            alike = self.states.alike(span for span in decodes if len(span) == 1)
+            decodes = [s for s in decodes if len(s) == 1 and s.request.id in alike]
         shared = {span.request.id for span in decodes}
         return decodes, [span for span in spans if span.request.id not in shared]
 
@@ -372,17 +375,21 @@ class ModelRunner:
         if self.compiled is not None and self.compiled.takes(batch):
             scores = self.compiled(batch)
             return scores.logits, scores
+        diverted: AbstractContextManager[None] = nullcontext()
+        runs: list[Run] = []
         if self._is_recurrent:
-            if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
-                self.states.drop(batch.seq_ids[0])
-            self.states.load(batch.seq_ids)
+            if self.recurrent_rows is None or batch.layout is Layout.CHUNK:
+                runs = [self.states.run(batch.spans)]
+            else:
+                runs = self.states.runs(batch.spans)
+                diverted = self.recurrent_rows.computing(runs, self.states.caches)
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
         selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
-        with selected, self._narrowed(batch):
+        with selected, diverted, self._narrowed(batch):
             logits = self._graph(batch.inputs, batch.forwards)
         if self._is_recurrent:
-            self.states.store(batch.seq_ids)
+            self.states.store(runs, batch.spans)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1), None

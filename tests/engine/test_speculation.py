@@ -236,11 +236,6 @@ def test_ngrams_copy_what_a_prompt_repeats():
     assert alone.drafts == 0
 
 
-def test_recurrent_models_compute_no_drafts():
-    engine = Engine(tiny_model("jamba"), block_size=4, num_blocks=100, speculate="ngram")
-    assert engine.scheduler.speculation is None
-
-
 def test_an_unknown_drafter_is_named():
     expected = f"speculate is 'magic': expected .*one of {', '.join(DRAFTERS)}"
     with pytest.raises(ValueError, match=expected):
