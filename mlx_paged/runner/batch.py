@@ -6,7 +6,6 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.kv.allocator import BlockAllocator
@@ -172,7 +171,6 @@ class Batch:
         num_tokens: T.
         padding: rows that are no tokens.
         num_decodes: how many of the first tokens are single ones.
-        start: position of the first token.
         positions: ``[T]`` int32, of each token in its sequence.
         forwards: what the layers know of it: group by group, one for each member.
         sampled: the requests that get a token.
@@ -210,7 +208,6 @@ class Batch:
         if len(spans) > max(1, len(singles)):
             spans = sorted(spans, key=len)
         self.num_decodes = len(singles)
-        self.start = spans[0].start
         self.spans = spans
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
@@ -239,7 +236,7 @@ class Batch:
         is_chunk = self.layout is Layout.CHUNK
         is_ragged = not is_chunk and self.num_decodes < len(self.seq_ids)
         context_lens, max_context = mx.array(self._padded(self._stops)), int(self._stops.max())
-        offset: int | mx.array = self.start if is_chunk else self.positions
+        offset: int | mx.array = int(self._starts[0]) if is_chunk else self.positions
         next_offset: int | mx.array = max_context if is_chunk else context_lens
         cu_seqlens = sequences = None
         if is_ragged:
@@ -286,7 +283,8 @@ class Batch:
         rows = allocator.table_rows(self.seq_ids)
         entries = allocator.block_tables.rows(rows, group)[:, : columns.max() + 1]
         slots = store.slots(entries[self._sequences, columns], self._positions, group)
-        slots = np.where(self._is_stored, np.int32(-1), slots)
+        stored = np.array([span.start + span.behind for span in self.spans], np.int32)
+        slots = np.where(self._positions < stored[self._sequences], np.int32(-1), slots)
         block_tables = np.ascontiguousarray(store.tables(entries, group))
         chunks: list[list[Chunk]] = [[] for _ in block_tables]
         for index in range(count, len(self.seq_ids)):
@@ -310,12 +308,6 @@ class Batch:
         padded = np.full((*values.shape[:-1], values.shape[-1] + self.padding), value, np.int32)
         padded[..., : -self.padding] = values
         return padded
-
-    @cached_property
-    def _is_stored(self) -> npt.NDArray[np.bool_]:
-        """Whether the K/V of each token is in the pool already, ``[T]``."""
-        behind = [span.start + span.behind for span in self.spans]
-        return self._positions < np.repeat(np.array(behind, np.int32), self._lengths)
 
     @cached_property
     def _sequences(self) -> Int32Array:

@@ -29,7 +29,7 @@ from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_th
 from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, States
+from mlx_paged.runner.recurrent_rows import RecurrentRows, States
 from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.prompt_scores import PromptScores
@@ -106,9 +106,10 @@ class ModelRunner:
         self.batching = profile.batching
         self.caches = make_caches(model, pool, places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
-        self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
+        states = [c for c in leaves(self.caches) if type(c) is ArraysCache]
+        diverted = RecurrentRows.of(model) if profile.diverts_states else None
+        self.states = RecurrentStates(states, diverted)
         self._is_recurrent = profile.recurrent
-        self.recurrent_rows = RecurrentRows.of(model) if profile.diverts_states else None
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         self.cpu_layers = CPULayers(model, cpu_linear)
@@ -169,8 +170,7 @@ class ModelRunner:
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, list):
                 snapshot.states = unpacked(snapshot.states)
-            states = cast(States, snapshot.states)
-            self.states.restore(request.id, snapshot.position, states)
+            self.states.restore(request.id, snapshot.position, cast(States, snapshot.states))
         coming = None if before is None else before.coming
         traced = self._trace_seconds
         requests: list[Request] = []
@@ -346,7 +346,7 @@ class ModelRunner:
         if self.batching is Batching.SINGLE:
             return (), spans
         decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.drafts or s.behind)]
-        if self._is_recurrent and self.recurrent_rows is None:
+        if self._is_recurrent and not self.states.takes_rows:
             alike = self.states.alike(span for span in decodes if len(span) == 1)
             decodes = [s for s in decodes if len(s) == 1 and s.request.id in alike]
         shared = {span.request.id for span in decodes}
@@ -375,21 +375,14 @@ class ModelRunner:
         if self.compiled is not None and self.compiled.takes(batch):
             scores = self.compiled(batch)
             return scores.logits, scores
-        diverted: AbstractContextManager[None] = nullcontext()
-        runs: list[Run] = []
+        states: AbstractContextManager[None] = nullcontext()
         if self._is_recurrent:
-            if self.recurrent_rows is None or batch.layout is Layout.CHUNK:
-                runs = [self.states.run(batch.spans)]
-            else:
-                runs = self.states.runs(batch.spans)
-                diverted = self.recurrent_rows.computing(runs, self.states.caches)
+            states = self.states.computing(batch.spans, batch.layout is Layout.ROWS)
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
         selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
-        with selected, diverted, self._narrowed(batch):
+        with selected, states, self._narrowed(batch):
             logits = self._graph(batch.inputs, batch.forwards)
-        if self._is_recurrent:
-            self.states.store(runs, batch.spans)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1), None

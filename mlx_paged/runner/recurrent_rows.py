@@ -124,6 +124,7 @@ def _computed(
 ) -> Any:
     """What the module computes of a run, as rows, piece by piece."""
     found, start, before = [], 0, dict[int, LayerState]()
+    shapes = (num_rows,), (num_rows, 1)
     for after, stop in zip(run.after, run.stops, strict=True):
 
         def own(value: Any, start: int = start, stop: int = stop) -> Any:
@@ -131,7 +132,7 @@ def _computed(
                 place = places[id(value)]
                 before[place] = list(run.caches[place].cache)
                 return run.caches[place]
-            is_rows = isinstance(value, mx.array) and value.shape[:2] in ((num_rows,), (num_rows, 1))
+            is_rows = isinstance(value, mx.array) and value.shape[:2] in shapes
             return run.rows_of(value, start, stop) if is_rows else value
 
         given, named = tree_map(own, (args, kwargs))

@@ -1,6 +1,7 @@
 """States of recurrent layers, kept per sequence and joined for a batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.runner.recurrent_rows import LayerState, Run, States
+from mlx_paged.runner.recurrent_rows import LayerState, RecurrentRows, Run, States
 from mlx_paged.scheduler.step import Span
 
 StateShapes = tuple[tuple[int, ...] | None, ...]
@@ -32,8 +33,11 @@ class RecurrentStates:
     begins where the states before them are: these are kept until then.
     """
 
-    def __init__(self, caches: Sequence[ArraysCache]) -> None:
+    def __init__(self, caches: Sequence[ArraysCache], rows: RecurrentRows | None = None) -> None:
+        """`rows` computes forwards of rows; None: the model cannot, except for one row each."""
         self.caches = list(caches)
+        self.takes_rows = rows is not None
+        self._rows = rows
         self._held: dict[int, dict[int, _Held]] = {}  # by sequence and position
         empty: States = [[None] * len(cache.cache) for cache in caches]
         self._empty = _Held(empty, ())
@@ -53,6 +57,19 @@ class RecurrentStates:
         for layer, cache in enumerate(self.caches):
             columns = zip(*(states[layer] for states in held), strict=True)
             cache.cache = [_join(column) for column in columns]
+
+    @contextmanager
+    def computing(self, spans: Sequence[Span], are_rows: bool) -> Iterator[None]:
+        """A forward of these spans within this context begins with their states. The states after
+        it are then theirs."""
+        if self._rows is not None and are_rows:
+            runs = self.runs(spans)
+            with self._rows.computing(runs, self.caches):
+                yield
+        else:
+            runs = [self.run(spans)]
+            yield
+        self.store(runs, spans)
 
     def run(self, spans: Sequence[Span], first: int = 0) -> Run:
         """The spans as a run from row `first` on. Their states are in the model's caches."""

@@ -360,11 +360,11 @@ def test_the_memory_is_divided_by_what_a_token_takes():
     ("options", "message"),
     [
         ({"draft_model": tiny_model("llama", vocab_size=99)}, "vocabulary of 99 .* expected 128"),
-        ({"draft_model": tiny_model("jamba")}, "recurrent layers"),
+        ({"draft_model": tiny_model("gemma2")}, "one sequence at a time"),
         ({"draft_model": tiny_model("llama"), "speculate": "ngram"}, "speculate is 'ngram'"),
         ({"draft_model": tiny_model("llama"), "num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ],
-    ids=["vocabulary", "recurrent", "two drafters", "no tokens"],
+    ids=["vocabulary", "one at a time", "two drafters", "no tokens"],
 )
 def test_what_cannot_draft_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):

@@ -25,7 +25,7 @@ from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
-from tests.support.models import tiny_models
+from tests.support.models import architectures, tiny_models
 from tests.support.ops.numpy_quantization import BITS
 from tests.support.simulation.disk_lives import DiskLives
 from tests.support.simulation.fake_model import FakeClock, FakeRunner
@@ -187,6 +187,8 @@ def tiny_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -
             "sliding_window": windowed_group.window,
             "num_hidden_layers": len(kinds),
         }
+    if model_type not in tiny_models.CONFIGS:
+        return MlxLmSolo(architectures.build(model_type), architectures.VOCAB, kv_bits)
     return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB, kv_bits)
 
 
