@@ -149,6 +149,8 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
         notes.append("in place until its indexer has more tokens than it picks")
     if profile.recurrent and any(profile.shapes):
         notes.append("beside states of fixed size")
+    if profile.recurrent and not profile.diverts_states:
+        notes.append("each request with drafts in its own forward")
     plan = plan_pool(profile.shapes, profile.windows, 16, one_group=profile.recurrent)
     if any(group.window is not None for group in plan.groups):
         notes.append("blocks behind windows are freed")

@@ -21,6 +21,7 @@ from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.recurrent_rows import States
 from mlx_paged.runner.recurrent_states import RecurrentStates
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -168,7 +169,7 @@ class StepArrays:
                 outputs.extend(name for name, *_ in entry["outputs"])
 
         held = self._runner.states
-        for ended in [seq_id for seq_id in held._states if seq_id not in self.blocks]:
+        for ended in [seq_id for seq_id in held._held if seq_id not in self.blocks]:
             held.drop(ended)
         before, names = _states(held), self._names
         shapes: dict[Place, mx.array] = {}
@@ -178,7 +179,7 @@ class StepArrays:
                 module[name] = array
             states = zip(before, arrays[len(self._weights) :], strict=True)
             for (seq_id, layer, index), array in states:
-                held._states[seq_id][layer][index] = array
+                _newest(held, seq_id)[layer][index] = array
             pending = self._runner.launch(step, None).pending
             shapes.update(_states(held))
             return [*pending, *shapes.values()]
@@ -191,7 +192,7 @@ class StepArrays:
                 module[name] = array
             self._pool.reset_handles()
         for seq_id, layer, index in shapes:
-            of_layer, array = held._states[seq_id][layer], shapes[seq_id, layer, index]
+            of_layer, array = _newest(held, seq_id)[layer], shapes[seq_id, layer, index]
             of_layer[index] = mx.zeros(array.shape, array.dtype)
         self._names = dict(zip(shapes, outputs[-len(shapes) :], strict=True)) if shapes else {}
         of_states = zip(before, inputs[len(self._weights) :], strict=True)
@@ -200,12 +201,18 @@ class StepArrays:
         return first + found, set(outputs)
 
 
+def _newest(held: RecurrentStates, seq_id: int) -> States:
+    """The states after a sequence's newest token."""
+    *_, newest = held._held[seq_id].values()
+    return newest.states
+
+
 def _states(held: RecurrentStates) -> dict[Place, mx.array]:
     """All arrays of all sequences."""
     return {
         (seq_id, i, j): array
-        for seq_id, layers in held._states.items()
-        for i, layer in enumerate(layers)
+        for seq_id in held._held
+        for i, layer in enumerate(_newest(held, seq_id))
         for j, array in enumerate(layer)
         if array is not None
     }

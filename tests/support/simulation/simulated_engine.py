@@ -305,7 +305,7 @@ class Simulation:
         references = scheduler.allocator.store.refcount_histogram()
         assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
         states = getattr(self.runner.inner, "states", {})
-        states = getattr(states, "_states", states)
+        states = getattr(states, "_held", states)
         assert not states, f"states of {list(states)} are left"
 
 
