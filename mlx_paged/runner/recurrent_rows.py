@@ -1,7 +1,7 @@
 """Recurrent layers in a forward of rows: the tokens of each sequence go through its own states."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import local
@@ -58,10 +58,10 @@ class Run:
 
 
 class _Forward(local):
-    """Each thread's forward: its runs, and the model's recurrent caches."""
+    """Each thread's forward: its runs, and the place of each recurrent cache, by the cache's id."""
 
     runs: Sequence[Run] = ()
-    caches: Sequence[ArraysCache] = ()
+    places: Mapping[int, int] = {}
 
 
 class RecurrentRows:
@@ -95,11 +95,12 @@ class RecurrentRows:
         """Within this context a diverted module that is given one of the model's `caches` uses the
         runs' caches instead. The runs cover all rows, in order."""
         forward = self._forward
-        forward.runs, forward.caches = runs, caches
+        places = {id(cache): place for place, cache in enumerate(caches)}
+        forward.runs, forward.places = runs, places
         try:
             yield
         finally:
-            forward.runs = forward.caches = ()
+            forward.runs, forward.places = (), {}
 
     def _call(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         forward = self._forward
@@ -107,8 +108,8 @@ class RecurrentRows:
         try:
             if not runs:
                 return module(*args, **kwargs)
-            places = {id(cache): place for place, cache in enumerate(forward.caches)}
-            found = [_computed(module, run, places, runs[-1].stop, args, kwargs) for run in runs]
+            more = forward.places, runs[-1].stop, args, kwargs
+            found = [_computed(module, run, *more) for run in runs]
             return found[0] if len(found) == 1 else tree_map(_joined(0), *found)
         finally:
             forward.runs = runs
@@ -117,7 +118,7 @@ class RecurrentRows:
 def _computed(
     module: Callable[..., Any],
     run: Run,
-    places: dict[int, int],
+    places: Mapping[int, int],
     num_rows: int,
     args: Any,
     kwargs: Any,

@@ -94,23 +94,20 @@ def test_the_tokens_of_the_other_architectures_are_mlx_lms(architecture):
 @pytest.mark.parametrize("architecture", ["qwen3_5", "jamba"])
 def test_a_preempted_request_starts_again_from_a_right_state(architecture):
     """Requests lose their blocks while their states are behind."""
-    model = build(architecture)
-    engine, behind = engine_with(model, 0.5, num_blocks=24), 0
-    preempt = engine.scheduler._preempt
-
-    def counted(request):
-        nonlocal behind
-        behind += request.num_behind > 0
-        preempt(request)
-
-    engine.scheduler._preempt = counted
-    shared = prompts(4)[3]
-    asked = [[*shared, i] for i in range(6)]
-    params = [SamplingParams(max_tokens=30, seed=i) for i in range(6)]
-    for _ in range(2):
-        done = engine.generate(asked, params)
-        check_alone(model, asked, params, done)
-    assert engine.stats.preemptions > 0 and behind > 0
+    model, behind = build(architecture), 0
+    engine = engine_with(model, 0.5, num_blocks=400, lookahead=False)
+    asked = [[*prompts(4)[3], i] for i in range(4)]
+    params = [SamplingParams(max_tokens=24, seed=i) for i in range(4)]
+    ids = [engine.add_request(*pair) for pair in zip(asked, params, strict=True)]
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+        for request in [r for r in engine.scheduler.running.values() if r.num_behind]:
+            if request.num_preempted < 3:
+                engine.scheduler._preempt(request)
+                behind += 1
+    check_alone(model, asked, params, [done[request_id] for request_id in ids])
+    assert behind > 4 and engine.stats.preemptions == behind
     assert engine.stats.prefix_hit_tokens > 0
 
 
