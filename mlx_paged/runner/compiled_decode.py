@@ -24,7 +24,8 @@ from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
-from mlx_paged.runner.recurrent_states import Forms, RecurrentStates, States, arrays_of, forms_of
+from mlx_paged.runner.recurrent_rows import States
+from mlx_paged.runner.recurrent_states import Forms, RecurrentStates, arrays_of, forms_of
 from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
@@ -73,11 +74,9 @@ def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
-def _compiles_layers(model: nn.Module) -> bool:
-    """Whether layers have compiled functions of their own. Such a function keeps the parameters of
-    its first call: within a trace these would be no arrays that any later call could read."""
-    kind = type(mx.compile(abs))
-    return any(isinstance(each, kind) for module in model.modules() for each in vars(module).values())
+class _NotBuiltError(Exception):
+    """A step is traced before it was built plainly, when functions that the model compiles itself
+    are traced: within another trace MLX gives them fixed shapes, and that trace's parameters."""
 
 
 class CompiledDecode:
@@ -127,18 +126,21 @@ class CompiledDecode:
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
         self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
+        self._is_built = False  # the step that is traced now
         self._attends_in_place = max_paged_queries() > 0
         self._uses = Counter[int]()  # steps with drafts of so many rows
         self._drafted = set[int]()  # numbers of rows of such steps that have graphs
 
     def takes(self, batch: Batch) -> bool:
-        """Whether each row chooses a token, of decodes or of drafts, which get no padding, and the
-        loaded states grow no more."""
+        """Whether each row chooses a token, of decodes or of drafts, which get no padding. On
+        recurrent layers: of decodes whose states grow no more."""
         rows = len(batch.tokens)
         if not batch.samples_all or batch.layout is not Layout.ROWS:
             return False
-        if batch.decodes_only or self._forms:
-            return batch.decodes_only and self._states.forms == self._forms
+        if self._forms:
+            return batch.decodes_only and self._states.have(batch.spans, self._forms)
+        if batch.decodes_only:
+            return True
         if row_bucket(rows) != rows or not self._attends_in_place:
             return False
         self._uses[rows] += 1  # a trace takes as long as several plain graphs
@@ -200,7 +202,7 @@ class CompiledDecode:
 
     def _final_states(self) -> States:
         """The states of a sequence of tokens 1, as soon as their forms stay."""
-        forms, tokens = None, self._first_tokens(1, FEWEST_COLUMNS, 0)
+        forms, tokens = (), self._first_tokens(1, FEWEST_COLUMNS, 0)
         tokens[0] = tokens[0] + 1  # a lost state is noticed only if another token changes it
         while forms != (forms := forms_of(self._states.loaded)):
             self._plain(tokens)
@@ -217,13 +219,12 @@ class CompiledDecode:
         if key not in self._functions:
             free_graphs_with_thread()
             self._functions[key] = mx.compile(weakly(self._traced))
-        function = self._functions[key]
-        if function is None:
+        if self._functions[key] is None:
             return self._plain(arrays)
         traces, pool = self.traces, self._pool
         count, started = traces.count, time.perf_counter()
         try:
-            found = function(arrays, pool.handles(), self._states.loaded, self._model.state)
+            found = self._computed(key, arrays)
         except Exception:
             if None not in self._functions.values():
                 level = logging.WARNING if len(self._functions) > 1 else logging.INFO
@@ -238,17 +239,35 @@ class CompiledDecode:
         pool.replace_handles(handles)
         return Scores(*scores)
 
+    def _computed(self, key: tuple[int, ...], arrays: Arrays) -> Results:
+        function, handles, states = self._functions[key], self._pool.handles(), self._states.loaded
+        assert function is not None
+        try:
+            return function(arrays, handles, states, self._model.state)
+        except _NotBuiltError:
+            self._functions[key] = function = mx.compile(weakly(self._traced))
+            self._plain(arrays)
+            self._pool.replace_handles(handles)
+            self._states.loaded = states
+        self._is_built = True
+        try:
+            return function(arrays, handles, states, self._model.state)
+        finally:
+            self._is_built = False
+
     def _traced(
         self, arrays: Arrays, handles: Arrays, states: States, state: dict[str, Any]
     ) -> Results:
         """Scores, new handles and new states. ``mx.compile`` calls this for each trace; where the
         user disabled it, for each step, with real arrays."""
         is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
+        if is_trace and not self._is_built:
+            raise _NotBuiltError
+        self.traces.count += is_trace
         own_states, self._states.loaded = self._states.loaded, states
-        if is_trace and not _compiles_layers(self._model):
+        if is_trace:
             leaves = (leaf for _, leaf in tree_flatten([arrays, handles, states, state]))
             ops.keep_compiled([leaf for leaf in leaves if isinstance(leaf, mx.array)])
-        self.traces.count += is_trace
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
         self._model.update(state, strict=False)

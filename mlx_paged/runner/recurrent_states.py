@@ -1,25 +1,27 @@
 """States of recurrent layers, kept per sequence and joined for a batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-LayerState = list[mx.array | None]
-States = list[LayerState]
-"""States layer by layer: of one sequence, or of several, joined along axis 0."""
+from mlx_paged.runner.recurrent_rows import LayerState, RecurrentRows, Run, States
+from mlx_paged.scheduler.step import Span
+
 Forms = tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]
 """Shapes and dtypes of all arrays of states, without the axis along which sequences are joined."""
 
 
 class _Joined:
-    """The states that a forward left, a row for each of its sequences and for its padding."""
+    """The states that a run left: a row for each of its sequences, and for its padding."""
 
-    def __init__(self, states: States, forms: Forms | None = None) -> None:
+    def __init__(self, states: States) -> None:
         self.states = states
-        self.forms = forms_of(states) if forms is None else forms
+        self.forms = forms_of(states)
 
 
 class RecurrentStates:
@@ -27,107 +29,163 @@ class RecurrentStates:
 
     A recurrent layer keeps a state of fixed size instead of K/V. A forward has those of its
     sequences joined along axis 0, and they stay joined after it: while the same sequences are
-    computed in the same order, nothing is split or copied.
-
-    Attributes:
-        forms: of the states that the model's caches have.
+    computed in the same order, nothing is split or copied. A sequence has the states after its
+    newest span. If drafts are in it, and one of them is wrong, the next span begins where the
+    states before them are: these are kept until then.
     """
 
-    def __init__(self, caches: Sequence[ArraysCache]) -> None:
-        self._caches = list(caches)
-        self._empty = _Joined([[None] * len(cache.cache) for cache in self._caches])
-        self._rows: dict[int, tuple[_Joined, int]] = {}  # of each sequence
-        self.forms: Forms = self._empty.forms
+    def __init__(self, caches: Sequence[ArraysCache], rows: RecurrentRows | None = None) -> None:
+        """`rows` computes forwards of rows; None: the model cannot, except for one row each."""
+        self.caches = list(caches)
+        self.takes_rows = rows is not None
+        self._rows = rows
+        # By sequence and position, each in a row of joined states.
+        self._held: dict[int, dict[int, tuple[_Joined, int]]] = {}
+        self._empty = _Joined([[None] * len(cache.cache) for cache in caches])
 
     @property
     def loaded(self) -> States:
         """The states that the model's caches have."""
-        return [list(cache.cache) for cache in self._caches]
+        return [list(cache.cache) for cache in self.caches]
 
     @loaded.setter
     def loaded(self, states: States) -> None:
-        for cache, own in zip(self._caches, states, strict=True):
-            cache.cache = list(own)
+        for cache, own in zip(self.caches, states, strict=True):
+            cache.cache[:] = own
 
-    def alike(self, seq_ids: Iterable[int]) -> set[int]:
-        """The largest group of sequences whose states have the same forms, so that they can be
+    def alike(self, spans: Iterable[Span]) -> set[int]:
+        """The largest group of sequences whose states have the same shapes, so that they can be
         joined. Some states grow with a sequence's first tokens up to a fixed length."""
         together: dict[_Joined, set[int]] = {}
-        for seq_id in seq_ids:
-            together.setdefault(self._row_of(seq_id)[0], set()).add(seq_id)
+        for span in spans:
+            seq_id = span.request.id
+            together.setdefault(self._at(seq_id, span.start)[0], set()).add(seq_id)
         kinds: dict[Forms, set[int]] = {}
         for joined, own in together.items():
             kinds.setdefault(joined.forms, set()).update(own)
         return max(kinds.values(), key=len, default=set())
 
-    def load(self, seq_ids: Sequence[int], padding: int = 0) -> None:
-        """Put these sequences' states into the model's caches, with rows of padding behind them,
-        whose values mean nothing. An unknown sequence starts empty."""
+    def have(self, spans: Iterable[Span], forms: Forms) -> bool:
+        """Whether the states with which these spans begin have these forms."""
+        joined = {self._at(span.request.id, span.start)[0] for span in spans}
+        return all([each.forms == forms for each in joined])
+
+    def load(self, seq_ids: Sequence[int], positions: Sequence[int], padding: int = 0) -> None:
+        """Put these sequences' states at these positions into the model's caches, with rows of
+        padding behind them, whose values mean nothing."""
         runs: list[tuple[_Joined, int, int]] = []  # rows from the second number up to the third
-        for joined, row in map(self._row_of, seq_ids):
+        for joined, row in map(self._at, seq_ids, positions):
             if runs and runs[-1][0] is joined and runs[-1][2] == row:
                 runs[-1] = joined, runs[-1][1], row + 1
             else:
                 runs.append((joined, row, row + 1))
-        self.forms = runs[0][0].forms
-        layers = zip(*(joined.states for joined, *_ in runs), strict=True)
         rows = [slice(first, stop) for _, first, stop in runs]
-        self.loaded = [
-            [_join(column, rows, padding) for column in zip(*layer, strict=True)]
-            for layer in layers
-        ]
+        layers = zip(self.caches, *(joined.states for joined, *_ in runs), strict=True)
+        for cache, *layer in layers:
+            cache.cache = [_join(column, rows, padding) for column in zip(*layer, strict=True)]
 
     def load_zeros(self, forms: Forms, rows: int) -> None:
         """Put zeros into the model's caches, as states of these forms."""
         flat = iter([form and mx.zeros((rows, *form[0]), form[1]) for form in forms])
-        self.loaded = [[next(flat) for _ in cache.cache] for cache in self._caches]
+        self.loaded = [[next(flat) for _ in cache.cache] for cache in self.caches]
 
-    def store(self, seq_ids: Sequence[int], forms: Forms | None = None) -> None:
-        """Keep the sequences' states, which a forward left in the model's caches. The caller may
-        know that these have `forms`."""
-        joined = _Joined(self.loaded, forms)
-        self._rows.update((seq_id, (joined, row)) for row, seq_id in enumerate(seq_ids))
-        self.loaded = self._empty.states
+    @contextmanager
+    def computing(self, spans: Sequence[Span], are_rows: bool, padding: int = 0) -> Iterator[None]:
+        """A forward of these spans within this context begins with their states, and with rows of
+        padding. The states after it are then theirs."""
+        if self._rows is not None and are_rows:
+            runs = self.runs(spans, padding)
+            with self._rows.computing(runs, self.caches):
+                yield
+        else:
+            runs = [self.run(spans, padding)]
+            yield
+        self.store(runs, spans)
+
+    def run(self, spans: Sequence[Span], padding: int = 0, first: int = 0) -> Run:
+        """The spans as a run from row `first` on. Their states are in the model's caches."""
+        self.load([span.request.id for span in spans], [span.start for span in spans], padding)
+        stops = [piece.stop - spans[0].start for piece in spans[0].pieces()]
+        return Run(first, len(spans) + padding, stops, self.caches)
+
+    def runs(self, spans: Sequence[Span], padding: int = 0) -> list[Run]:
+        """The spans of a forward of rows as runs with caches of their own. Spans with snapshots are
+        runs of their own; others are joined if they have as many tokens and states of the same
+        forms. Padding belongs to the last run."""
+        found: list[Run] = []
+
+        def kind(span: Span) -> tuple[int, Forms, int]:
+            alone = span.request.id if span.snapshots else -1
+            return len(span), self._at(span.request.id, span.start)[0].forms, alone
+
+        for _, of_run in groupby(spans, kind):
+            own_spans = [*of_run]
+            more = padding if own_spans[-1] is spans[-1] else 0
+            run = self.run(own_spans, more, found[-1].stop if found else 0)
+            caches = [ArraysCache(len(cache.cache)) for cache in self.caches]
+            for own, cache in zip(caches, self.caches, strict=True):
+                own.cache, cache.cache = cache.cache, [None] * len(cache.cache)
+            found.append(Run(run.first, run.count, run.stops, caches))
+        return found
+
+    def store(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
+        """Keep the states after each of the spans that the runs computed."""
+        of_runs = iter(spans)
+        for run in runs:
+            joined = [_Joined(after) for after in run.after]
+            for row, span in zip(range(run.count), of_runs, strict=False):
+                before = self._held.get(span.request.id, {})
+                held = {at: states for at, states in before.items() if at == span.keep}
+                for stop, after in zip(run.stops, joined, strict=True):
+                    held[span.start + stop] = after, row
+                self._held[span.request.id] = held
+        self._empty_caches()
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that has ended or will be computed again."""
-        self._rows.pop(seq_id, None)
+        self._held.pop(seq_id, None)
 
     def fork(self, parent: int, child: int) -> None:
         """Let `child` start with its parent's states; arrays are never changed in place."""
-        if parent in self._rows:
-            self._rows[child] = self._rows[parent]
+        if parent in self._held:
+            self._held[child] = dict(self._held[parent])
 
-    def copy(self, seq_id: int) -> States | None:
-        """A copy of a sequence's states that may be kept for long; None if it has none.
+    def copy(self, seq_id: int, position: int) -> States | None:
+        """A copy of a sequence's states at a position that may be kept for long; None if it has
+        none there.
 
-        Live states are rows of the arrays of a whole batch and keep these in memory. A copy has
+        Live states are rows of the arrays of a whole run and keep these in memory. A copy has
         memory of its own, up to 16 KiB more than its bytes for each array.
         """
-        if seq_id not in self._rows:
+        held = self._held.get(seq_id, {}).get(position)
+        if held is None:
             return None
-        joined, row = self._rows[seq_id]
+        joined, row = held
         return [
             [None if a is None else mx.contiguous(a[row : row + 1]) for a in layer]
             for layer in joined.states
         ]
 
-    def restore(self, seq_id: int, states: States) -> None:
+    def restore(self, seq_id: int, position: int, states: States) -> None:
         """Let a sequence continue from a copy."""
-        self._rows[seq_id] = _Joined(states), 0
+        self._held[seq_id] = {position: (_Joined(states), 0)}
 
     def clear(self) -> None:
         """Forget every sequence and empty the model's caches."""
-        self._rows.clear()
-        self.loaded, self.forms = self._empty.states, self._empty.forms
+        self._held.clear()
+        self._empty_caches()
 
     def arrays(self, seq_ids: Iterable[int]) -> list[mx.array]:
         """The sequences' states, joined as they are, which are evaluated with the step."""
-        found = {id(joined): joined.states for joined, _ in map(self._row_of, seq_ids)}
-        return [array for states in found.values() for array in arrays_of(states)]
+        held = (each for seq_id in seq_ids for each in self._held.get(seq_id, {}).values())
+        return [a for joined in dict(held) for a in arrays_of(joined.states)]
 
-    def _row_of(self, seq_id: int) -> tuple[_Joined, int]:
-        return self._rows.get(seq_id, (self._empty, 0))
+    def _empty_caches(self) -> None:
+        for cache in self.caches:
+            cache.cache = [None] * len(cache.cache)
+
+    def _at(self, seq_id: int, position: int) -> tuple[_Joined, int]:
+        return self._held[seq_id][position] if position else (self._empty, 0)
 
 
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:

@@ -21,7 +21,8 @@ from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
-from mlx_paged.runner.recurrent_states import RecurrentStates, States
+from mlx_paged.runner.recurrent_rows import States
+from mlx_paged.runner.recurrent_states import RecurrentStates
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
@@ -168,7 +169,7 @@ class StepArrays:
                 outputs.extend(name for name, *_ in entry["outputs"])
 
         held = self._runner.states
-        for ended in [seq_id for seq_id in held._rows if seq_id not in self.blocks]:
+        for ended in [seq_id for seq_id in held._held if seq_id not in self.blocks]:
             held.drop(ended)
         before, names = _states(held), self._names
         shapes: dict[Place, mx.array] = {}
@@ -202,11 +203,13 @@ class StepArrays:
 
 
 def _joined(held: RecurrentStates) -> dict[int, States]:
-    return {id(joined): joined.states for joined, _ in held._rows.values()}
+    """The states after the newest tokens of all sequences, joined as they are."""
+    newest = (joined for states in held._held.values() for joined, _ in [*states.values()][-1:])
+    return {id(joined): joined.states for joined in newest}
 
 
 def _states(held: RecurrentStates) -> dict[Place, mx.array]:
-    """All arrays of all sequences, joined as they are."""
+    """All arrays of them."""
     return {
         (key, i, j): array
         for key, layers in _joined(held).items()

@@ -1,12 +1,18 @@
 """States of recurrent layers stay joined while the same sequences are computed, and are split and
 joined exactly when these change."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.runner.recurrent_states import RecurrentStates
+from mlx_paged.request import Request
+from mlx_paged.runner.recurrent_states import RecurrentStates, forms_of
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.step import Span
 
 
 class Layers:
@@ -20,7 +26,23 @@ class Layers:
 
     def step(self, *seq_ids: int, padding: int = 0) -> None:
         """A forward of one token of each sequence."""
-        self.states.load(seq_ids, padding)
+        with self.states.computing(self.spans(seq_ids), False, padding):
+            self._forward(seq_ids, padding)
+
+    def spans(self, seq_ids: Iterable[int]) -> list[Span]:
+        """The next token of each sequence."""
+        lengths = {seq_id: len(self.expected.get(seq_id, ())) for seq_id in seq_ids}
+        params = SamplingParams()
+        return [Span(Request(i, [], params, 0), n, n + 1, True) for i, n in lengths.items()]
+
+    def copy(self, seq_id: int) -> Any:
+        return self.states.copy(seq_id, len(self.expected.get(seq_id, ())))
+
+    def restore(self, seq_id: int, states: Any, tokens: list[int]) -> None:
+        self.states.restore(seq_id, len(tokens), states)
+        self.expected[seq_id] = list(tokens)
+
+    def _forward(self, seq_ids: tuple[int, ...], padding: int) -> None:
         rows = len(seq_ids) + padding
         tokens = [len(self.expected.get(i, ())) + 100 * i for i in seq_ids]
         column = mx.array(tokens + [-1] * padding, mx.float32)[:, None]
@@ -30,13 +52,12 @@ class Layers:
             new = column + number
             cache[0] = new if old is None else mx.concatenate([old, new], axis=1)[:, -4:]
             cache[1] = mx.ones((rows, 2, 1)) if count is None else count + 1
-        self.states.store(seq_ids)
         for seq_id, token in zip(seq_ids, tokens, strict=True):
             self.expected.setdefault(seq_id, []).append(token)
 
     def check(self) -> None:
         for seq_id, tokens in self.expected.items():
-            for number, (last, count, unused) in enumerate(self.states.copy(seq_id)):
+            for number, (last, count, unused) in enumerate(self.copy(seq_id)):
                 assert last.tolist() == [[float(token + number) for token in tokens[-4:]]]
                 assert count.tolist() == [[[len(tokens)]] * 2]
                 assert unused is None
@@ -56,7 +77,8 @@ def test_nothing_is_copied_while_the_same_sequences_decode(layers):
         layers.step(1, 2, 3, padding=1)
         assert len(layers.states.arrays([1, 2, 3])) == 4  # of both layers, not of each sequence
         joined = layers.joined()
-        layers.states.load([1, 2, 3], 1)
+        spans = layers.spans([1, 2, 3])
+        layers.states.load([1, 2, 3], [span.start for span in spans], 1)
         assert layers.caches[0][0] is joined
     layers.check()
 
@@ -99,7 +121,7 @@ def test_a_dropped_sequence_starts_empty(layers):
     layers.step(1, 2)
     layers.states.drop(1)
     del layers.expected[1]
-    assert layers.states.copy(1) is None
+    assert layers.copy(1) is None
     layers.step(1)
     layers.step(1)
     layers.step(2)
@@ -110,45 +132,48 @@ def test_a_dropped_sequence_starts_empty(layers):
 def test_a_copy_is_what_it_was_and_can_be_continued(layers):
     for _ in range(4):
         layers.step(1, 2)
-    kept, tokens = layers.states.copy(2), list(layers.expected[2])
+    kept, tokens = layers.copy(2), list(layers.expected[2])
     layers.step(1, 2)
-    layers.states.restore(2, kept)
-    layers.expected[2] = list(tokens)
+    layers.restore(2, kept, tokens)
     layers.check()
     layers.step(1, 2)
     layers.check()
-    layers.states.restore(3, kept)
-    layers.expected[3] = list(tokens)
+    layers.restore(3, kept, tokens)
     layers.check()
 
 
 def test_only_states_of_the_same_form_are_alike(layers):
-    layers.step(1, 2)
-    layers.step(1, 2)
+    def alike() -> set[int]:
+        return layers.states.alike(layers.spans([1, 2, 3]))
+
+    for _ in range(4):
+        layers.step(1, 2)
     layers.step(3)
-    assert layers.states.alike([1, 2, 3]) == {1, 2}
+    assert alike() == {1, 2}
     assert layers.states.alike([]) == set()
-    layers.step(3)
-    assert layers.states.alike([1, 2, 3]) == {1, 2, 3}
-    halves = [[None if a is None else a.astype(mx.float16) for a in layer] for layer in
-              layers.states.copy(1)]
-    layers.states.restore(1, halves)
-    assert layers.states.alike([1, 2, 3]) == {2, 3}
+    for _ in range(3):
+        layers.step(3)
+    assert alike() == {1, 2, 3}
+    own = layers.copy(1)
+    halves = [[None if a is None else a.astype(mx.float16) for a in layer] for layer in own]
+    layers.restore(1, halves, layers.expected[1])
+    assert alike() == {2, 3}
+    assert layers.states.have(layers.spans([1]), forms_of(halves))
+    assert not layers.states.have(layers.spans([2, 1]), forms_of(halves))
 
 
 def test_values_of_padding_reach_no_sequence(layers):
-    layers.step(1, 2, padding=2)
-    layers.states.load([1, 2], 2)
-    for cache in layers.caches:
-        cache.cache = [
-            None if a is None else mx.concatenate([a[:2], mx.full(a[2:].shape, mx.nan)])
-            for a in cache.cache
-        ]
-    layers.states.store([1, 2])
-    layers.step(3)
-    layers.step(1, 2, padding=2)
-    layers.step(2, 1, padding=1)
-    layers.step(1, padding=3)
+    for _ in range(4):
+        with layers.states.computing(layers.spans([1, 2]), False, 2):
+            layers._forward((1, 2), 2)
+            for cache in layers.caches:
+                cache.cache[:] = [
+                    None if a is None else mx.concatenate([a[:2], mx.full(a[2:].shape, mx.nan)])
+                    for a in cache.cache
+                ]
+        layers.step(3)
+    for rows, padding in (((1, 2), 2), ((1, 2, 3), 2), ((2, 1), 1), ((1,), 3), ((3, 1), 0)):
+        layers.step(*rows, padding=padding)
     layers.check()
 
 
