@@ -56,6 +56,8 @@ class Request:
     synchronous: bool = False
     num_prompt: int = 0
     num_computed: int = 0
+    # Computed tokens at the end whose recurrent states are not known, after a wrong draft.
+    num_behind: int = 0
     num_in_flight: int = 0  # tokens that steps under way choose; they are not in `tokens` yet
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     prefix_miss: str | None = None  # why no more were found; None if all reusable ones were found

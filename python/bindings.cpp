@@ -83,6 +83,10 @@ ops fused. Fused ops round differently, and on a CPU they need a C++ compiler.)"
 constexpr const char* kHasValuesDoc =
     R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
 
+constexpr const char* kKeepCompiledDoc =
+    R"(Functions that are compiled within the trace of these inputs stay so. ``mx.compile`` would trace
+their ops with the others, and these would be fused otherwise or not at all.)";
+
 constexpr const char* kViewAsDoc =
     R"(The array as an instance of `kind`, a subclass of ``mx.array`` (else ValueError), whose
 ``__init__`` is not called. Nothing is copied, now or when the array is evaluated.)";
@@ -136,7 +140,7 @@ std::string version(int major, int minor, int patch) {
 }
 
 bool has_values(const mx::array& array) {
-  return array.status() != mx::array::Status::unscheduled || !array.is_tracer();
+  return array.status() != mx::array::Status::unscheduled || !is_transforming();
 }
 
 nb::object view_as(nb::type_object kind, const mx::array& array) {
@@ -207,6 +211,14 @@ NB_MODULE(_ext, m) {
       "clear_compiled", [] { mx::detail::compile_clear_cache(mx::detail::compile_cache()); },
       "Frees the graphs that ``mx.compile`` has traced in the calling thread.");
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
+  m.def(
+      "keep_compiled",
+      [](std::vector<mx::array> inputs) {
+        for (mx::array& input : inputs) {
+          input.set_tracer(false);
+        }
+      },
+      "inputs"_a, kKeepCompiledDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);
   m.def("cpu_features", [] { return std::string(cpu::active_kernel().name); }, kCpuFeaturesDoc);
   m.def("supported_kernels", &cpu::supported_kernel_names,

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_paged import Engine, UnsupportedModelError
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.layer_groups import plan_pool
+from mlx_paged.runner.draft_model import can_draft
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, Batching, ModelProfile, model_type, probe
 from mlx_paged.runner.model_runner import ModelRunner
 from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
@@ -68,14 +69,14 @@ chunked prompts that arrive while others decode, samples of one prompt and share
 
 Shared prefixes: where every layer keeps K/V, up to any token; "at snapshots": beside the K/V there
 has to be a copy of the states of fixed size, which are known at one point of a text only (see
-docs/engine.md). Drafts ([speculation](speculation.md)) are computed where the step is mixed or
-alternate and no layer has such a state, because a state cannot be taken back. Compiled decodes:
+docs/engine.md). Drafts ([speculation](speculation.md)): "yes", or why a model computes none.
+Compiled decodes:
 "yes", or the reason that an engine with `compile=True` gives on a CPU
 ([explained](compiled-decodes.md#where-it-is-on)). A name with a comma is the same architecture with
 another option, not counted above.
 
-| architecture | decodes | step | shared prefixes | compiled decodes | |
-|---|---|---|---|---|---|
+| architecture | decodes | step | shared prefixes | drafts | compiled decodes | |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -87,6 +88,7 @@ class Support:
         path: one of `PATHS`.
         batching: what shares a forward; None unless it is served.
         prefixes: up to where prompts that start alike share what was computed.
+        drafts: "yes", or why none are computed.
         compiled: "yes", or why decodes are no compiled graphs.
         note: the reason, where something is missing.
     """
@@ -94,12 +96,14 @@ class Support:
     path: str
     batching: Batching | None = None
     prefixes: str = ""
+    drafts: str = ""
     compiled: str = ""
     note: str = ""
 
     def row(self, name: str) -> str:
         batching = self.batching or ""
-        cells = name, self.path, batching, self.prefixes, self.compiled, self.note
+        kinds = self.prefixes, self.drafts, self.compiled
+        cells = name, self.path, batching, *kinds, self.note
         return f"| {' | '.join(cells)} |"
 
 
@@ -115,6 +119,7 @@ def support_of(model: nn.Module) -> Support:
         paths[0],
         profile.batching,
         prefixes=AT_SNAPSHOTS if profile.recurrent else ANYWHERE,
+        drafts=YES if can_draft(profile) else "one sequence at a time",
         compiled=_compiled(model),
         note=_note(model, profile, paths),
     )
@@ -144,6 +149,8 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
         notes.append("in place until its indexer has more tokens than it picks")
     if profile.recurrent and any(profile.shapes):
         notes.append("beside states of fixed size")
+    if profile.recurrent and not profile.diverts_states:
+        notes.append("each request with drafts in its own forward")
     plan = plan_pool(profile.shapes, profile.windows, 16, one_group=profile.recurrent)
     if any(group.window is not None for group in plan.groups):
         notes.append("blocks behind windows are freed")

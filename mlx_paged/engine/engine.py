@@ -72,7 +72,7 @@ class Engine(WaitingCalls):
         speculate: what guesses tokens that running requests then compute ahead: "ngram" copies what
             followed the same tokens earlier in a request; None: nothing. The output stays the same.
             Steps with guesses are read before the next one is launched. Models that compute one
-            sequence at a time, and models with recurrent states, compute no guesses.
+            sequence at a time compute no guesses.
         draft_model: a smaller mlx-lm model with the same vocabulary makes these guesses. It gets a
             part of `kv_memory`, or a pool of as many blocks as `num_blocks`.
         num_draft_tokens: guesses of a draft model for each request in a step at most.

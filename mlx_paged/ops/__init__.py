@@ -9,6 +9,7 @@ from mlx_paged._ext import (
     grown_in_place as grown_in_place,
     has_values as has_values,
     is_transforming as is_transforming,
+    keep_compiled as keep_compiled,
     metal as metal,
     padded_arrays as padded_arrays,
     pool_zeros as pool_zeros,

@@ -175,7 +175,6 @@ class Batch:
         num_tokens: T.
         padding: rows that are no tokens.
         num_decodes: how many of the first tokens are single ones.
-        start: position of the first token.
         positions: ``[T]`` int32, of each token in its sequence.
         forwards: what the layers know of it: group by group, one for each member.
         sampled: the requests that get a token.
@@ -187,6 +186,7 @@ class Batch:
         logits_of: for each of `sampled` the row of logits to draw from; None: its own.
         scored: requests whose prompt tokens need log-probabilities, with the positions of the
             tokens before these. Their rows of logits are the last ones.
+        spans: of the sequences, in the order of their rows.
         seq_ids: the sequence of each span.
         shared_keys: keys that sequences share with others, in the layer group with the most.
     """
@@ -213,7 +213,7 @@ class Batch:
         if len(spans) > max(1, len(singles)):
             spans = sorted(spans, key=len)
         self.num_decodes = len(singles)
-        self.start = spans[0].start
+        self.spans = spans
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
@@ -244,7 +244,7 @@ class Batch:
         is_chunk = self.layout is Layout.CHUNK
         is_ragged = not is_chunk and self.num_decodes < len(self.seq_ids)
         context_lens, max_context = mx.array(self._padded(self._stops)), int(self._stops.max())
-        offset: int | mx.array = self.start if is_chunk else self.positions
+        offset: int | mx.array = int(self._starts[0]) if is_chunk else self.positions
         next_offset: int | mx.array = max_context if is_chunk else context_lens
         cu_seqlens = sequences = None
         if is_ragged:
@@ -291,6 +291,8 @@ class Batch:
         rows = allocator.table_rows(self.seq_ids)
         entries = allocator.block_tables.rows(rows, group)[:, : columns.max() + 1]
         slots = store.slots(entries[self._sequences, columns], self._positions, group)
+        stored = np.array([span.start + span.behind for span in self.spans], np.int32)
+        slots = np.where(self._positions < stored[self._sequences], np.int32(-1), slots)
         block_tables = np.ascontiguousarray(store.tables(entries, group))
         chunks: list[list[Chunk]] = [[] for _ in block_tables]
         for index in range(count, len(self.seq_ids)):

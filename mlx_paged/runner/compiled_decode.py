@@ -13,7 +13,7 @@ from weakref import WeakMethod
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
@@ -24,6 +24,8 @@ from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
+from mlx_paged.runner.recurrent_rows import States
+from mlx_paged.runner.recurrent_states import Forms, RecurrentStates, arrays_of, forms_of
 from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ Arrays = list[mx.array]
 each member of the layer groups; with drafts `cu_seqlens`."""
 
 Compute = Callable[[Arrays], Scores]
+Results = tuple[Scores, Arrays, States]
 Result = TypeVar("Result")
 
 
@@ -71,6 +74,11 @@ def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
+class _NotBuiltError(Exception):
+    """A step is traced before it was built plainly, when functions that the model compiles itself
+    are traced: within another trace MLX gives them fixed shapes, and that trace's parameters."""
+
+
 class CompiledDecode:
     """Builds the graph of a decode step from a graph that ``mx.compile`` traced before.
 
@@ -81,16 +89,14 @@ class CompiledDecode:
     new trace, and new layers are traced again. The graphs belong to a stream, as all computations
     of MLX do, so that another thread's stream traces them again.
 
-    On a CPU a graph must have the logits of the plain forward, bit by bit. Fused elementwise ops
-    may round differently, also those of functions that the model compiles itself, which are fused
-    with the whole graph or not at all. On a CPU fusion would need a C++ compiler, so nothing is
-    fused there.
+    A graph has the nodes of the plain forward, and so its bits. Nothing is fused that the model
+    does not compile itself, and what it compiles stays as it is.
 
     Args:
         model: its `state` is an argument of the graphs.
         compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
+        states: of the recurrent layers, no sequence has any yet.
         max_rows: the most sequences of a step.
-        fuses: whether elementwise ops are fused.
 
     Attributes:
         traces: how many there were, and what they cost.
@@ -102,32 +108,37 @@ class CompiledDecode:
         compute: Callable[[mx.array, Sequence[Forward]], mx.array],
         allocator: BlockAllocator,
         pool: KVPool,
+        states: RecurrentStates,
         max_rows: int,
-        fuses: bool = False,
     ) -> None:
         self.traces = Traces()
         self._model = model
         self._compute = compute
         self._pool = pool
+        self._states = states
+        self._forms: Forms = ()  # of states that grow no more
         self._block_size = allocator.block_size
         groups = allocator.groups
         self._pieces = [group.pieces for group in groups for _ in range(group.members)]
         self._max_rows = max_rows
-        self._fuses = fuses
         room = pool.num_blocks // sum(group.width for group in groups)
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
-        self._functions: dict[tuple[int, ...], Callable[..., Arrays] | None] = {}
+        self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
+        self._is_built = False  # the step that is traced now
         self._attends_in_place = max_paged_queries() > 0
         self._uses = Counter[int]()  # steps with drafts of so many rows
         self._drafted = set[int]()  # numbers of rows of such steps that have graphs
 
     def takes(self, batch: Batch) -> bool:
-        """Whether each row chooses a token, of decodes or of drafts, which get no padding."""
+        """Whether each row chooses a token, of decodes or of drafts, which get no padding. On
+        recurrent layers: of decodes whose states grow no more."""
         rows = len(batch.tokens)
         if not batch.samples_all or batch.layout is not Layout.ROWS:
             return False
+        if self._forms:
+            return batch.decodes_only and self._states.have(batch.spans, self._forms)
         if batch.decodes_only:
             return True
         if row_bucket(rows) != rows or not self._attends_in_place:
@@ -157,13 +168,15 @@ class CompiledDecode:
 
     def trace(self) -> None:
         """Trace all buckets for the current stream. Nothing is evaluated."""
-        before, handles = resident_bytes(), self._pool.handles()
+        before, handles, states = resident_bytes(), self._pool.handles(), self._states.loaded
         rows = sorted(set(map(row_bucket, range(1, self._max_rows + 1))))
         powers = range(self._most_columns.bit_length() + 1)
         widths = sorted({column_bucket(min(self._most_columns, 1 << power)) for power in powers})
         for count, width in product(rows, widths):
+            self._states.load_zeros(self._forms, count)
             self._run(self._first_tokens(count, width))
             self._pool.replace_handles(handles)
+        self._states.loaded = states
         self.traces.bytes = max(0, resident_bytes() - before)
 
     def problem(self, if_faster: bool) -> str | None:
@@ -172,9 +185,12 @@ class CompiledDecode:
         pool's first blocks must be free."""
         count, ratios = len(self._pieces), list[float]()
         other = count if 2 * count <= self._pool.num_blocks else 0
+        states = self._final_states()
         stop, pairs = time.perf_counter() + MOST_SECONDS, PAIRS if if_faster else 2
         while len(ratios) < 2 or (len(ratios) < pairs and time.perf_counter() < stop):
+            self._states.loaded = states
             plain, expected = self._one_token(self._plain, 0)
+            self._states.loaded = states
             compiled, found = self._one_token(self._run, other)
             ratios.append(compiled / plain)
         if self.traces.count != 1 or None in self._functions.values():
@@ -183,6 +199,16 @@ class CompiledDecode:
             return "a compiled step has other bits"
         slower = if_faster and median(ratios[1:]) >= 1  # the first one is a trace
         return "a compiled step takes more time" if slower else None
+
+    def _final_states(self) -> States:
+        """The states of a sequence of tokens 1, as soon as their forms stay."""
+        forms, tokens = (), self._first_tokens(1, FEWEST_COLUMNS, 0)
+        tokens[0] = tokens[0] + 1  # a lost state is noticed only if another token changes it
+        while forms != (forms := forms_of(self._states.loaded)):
+            self._plain(tokens)
+            mx.eval(self._pool.handles(), self._states.loaded)
+        self._forms = forms
+        return self._states.loaded
 
     def _run(self, arrays: Arrays) -> Scores:
         stream = mx.default_stream(mx.default_device())
@@ -193,13 +219,12 @@ class CompiledDecode:
         if key not in self._functions:
             free_graphs_with_thread()
             self._functions[key] = mx.compile(weakly(self._traced))
-        function = self._functions[key]
-        if function is None:
+        if self._functions[key] is None:
             return self._plain(arrays)
         traces, pool = self.traces, self._pool
         count, started = traces.count, time.perf_counter()
         try:
-            found = function(arrays, pool.handles(), self._model.state)
+            found = self._computed(key, arrays)
         except Exception:
             if None not in self._functions.values():
                 level = logging.WARNING if len(self._functions) > 1 else logging.INFO
@@ -210,25 +235,50 @@ class CompiledDecode:
             if traces.count != count:
                 ops.set_fusion(True)
                 traces.seconds += time.perf_counter() - started
-        logits, distributions, tokens, totals, *handles = found
+        scores, handles, self._states.loaded = found
         pool.replace_handles(handles)
-        return Scores(logits, distributions, tokens, totals)
+        return Scores(*scores)
 
-    def _traced(self, arrays: Arrays, handles: Arrays, state: dict[str, Any]) -> Arrays:
-        """Scores and new handles. ``mx.compile`` calls this for each trace; where the user disabled
-        it, for each step, with real arrays."""
+    def _computed(self, key: tuple[int, ...], arrays: Arrays) -> Results:
+        function, handles, states = self._functions[key], self._pool.handles(), self._states.loaded
+        assert function is not None
+        try:
+            return function(arrays, handles, states, self._model.state)
+        except _NotBuiltError:
+            self._functions[key] = function = mx.compile(weakly(self._traced))
+            self._plain(arrays)
+            self._pool.replace_handles(handles)
+            self._states.loaded = states
+        self._is_built = True
+        try:
+            return function(arrays, handles, states, self._model.state)
+        finally:
+            self._is_built = False
+
+    def _traced(
+        self, arrays: Arrays, handles: Arrays, states: States, state: dict[str, Any]
+    ) -> Results:
+        """Scores, new handles and new states. ``mx.compile`` calls this for each trace; where the
+        user disabled it, for each step, with real arrays."""
         is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
+        if is_trace and not self._is_built:
+            raise _NotBuiltError
         self.traces.count += is_trace
+        own_states, self._states.loaded = self._states.loaded, states
+        if is_trace:
+            leaves = (leaf for _, leaf in tree_flatten([arrays, handles, states, state]))
+            ops.keep_compiled([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
         self._model.update(state, strict=False)
         try:
-            found = [*self._plain(arrays), *self._pool.handles()]
+            found = self._plain(arrays), self._pool.handles(), self._states.loaded
         finally:
             self._pool.replace_handles(own_handles)
+            self._states.loaded = own_states
             self._model.update(own_state, strict=False)
         if is_trace:
-            ops.set_fusion(self._fuses)
+            ops.set_fusion(False)
         return found
 
     def _plain(self, arrays: Arrays) -> Scores:
@@ -271,11 +321,13 @@ class CompiledDecode:
         return arrays
 
     def _one_token(self, run: Compute, block: int) -> tuple[float, list[bytes]]:
-        """Seconds of a step of one token, and the bits of its scores and of its K/V."""
+        """Seconds of a step of one token, and the bits of its scores, its K/V and its states."""
         started = time.perf_counter()
         scores = run(self._first_tokens(1, FEWEST_COLUMNS, block))
-        mx.eval(scores, self._pool.handles())
+        states = arrays_of(self._states.loaded)
+        mx.eval(scores, self._pool.handles(), states)
         seconds = time.perf_counter() - started
         blocks = slice(block, block + len(self._pieces))
         stored = [handle[:, blocks, 0] for handle in self._pool.handles()]
-        return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in (*scores, *stored)]
+        found = *scores, *stored, *map(mx.contiguous, states)
+        return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in found]

@@ -24,7 +24,8 @@ class _Shadow:
     """A request as the draft model sees it: its known tokens, computed in the model's own pool.
 
     Attributes:
-        computed: positions whose K/V is there, those of drafts included.
+        computed: positions whose K/V is there, and after which its recurrent states are, those of
+            drafts included.
         share: of its drafts that were right lately.
     """
 
@@ -51,6 +52,7 @@ class DraftModel:
         self.pooled = pooled
         self.seconds = self.seconds_per_draft = 0.0
         self._trace_seconds = 0.0  # the part of `seconds` that traced graphs
+        self._rewinds = not pooled.profile.recurrent
         self._allocator = pooled.allocator
         self._runner = pooled.runner
         self._shadows: dict[int, _Shadow] = {}
@@ -65,6 +67,8 @@ class DraftModel:
         config = target.config.of_pool(
             num_blocks=room, prefill_chunk=CATCH_UP, kv_bits=None, kv_disk=None
         )
+        if profile.recurrent:  # of its drafts' states none is worth a snapshot
+            config = config.of_pool(prefix_cache=False)
         return cls(PooledModel(MeasuredModel.of(model, profile, config)), num_tokens)
 
     def likelihood(self, request: Request) -> float:
@@ -95,7 +99,10 @@ class DraftModel:
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         shadow = self._shadows[request.id]
-        shadow.request.num_computed = min(shadow.computed, len(shadow.request.tokens) + accepted)
+        own, known = shadow.request, len(shadow.request.tokens)
+        own.num_computed = min(shadow.computed, known + accepted)
+        if not self._rewinds and own.num_computed < shadow.computed:
+            own.num_behind = own.num_computed - known
         for is_right in [1] * accepted + [0] * (accepted < drafted):
             shadow.share += RATE * (is_right - shadow.share)
 
@@ -106,6 +113,7 @@ class DraftModel:
             self._allocator.truncate(request.id, count)
             self._allocator.register_tail(request.id, known, min(count, len(known)))
             self._allocator.free(request.id)
+            self._runner.drop(shadow.request)
 
     def recover(self) -> None:
         for request_id in self._shadows:
@@ -146,11 +154,13 @@ class DraftModel:
             return 0
         own = shadow.request
         own.tokens += request.tokens[len(own.tokens) :]
+        if own.num_computed >= len(own.tokens) and not self._rewinds:
+            return 0  # there are no states before the newest token
         # Drafts that no step computed are not verified. The newest token chooses the next one.
         own.num_computed = min(own.num_computed, len(own.tokens) - 1)
         self._allocator.truncate(own.id, own.num_computed)
         self._allocator.register_prefix(own.id, own.tokens, own.num_computed)
-        self._allocator.trim(own.id, own.num_computed, offers=True)
+        self._allocator.trim(own.id, own.num_computed - own.num_behind, offers=True)
         start = own.num_computed
         return self._add(step, own, min(len(own.tokens), start + room)) - start
 
@@ -166,7 +176,8 @@ class DraftModel:
         for _ in range(1 + len(self._shadows)):
             try:
                 tokens = own.tokens
-                found = self._allocator.admit(own.id, len(tokens), tokens=tokens, salt=own.salt)
+                known = tokens if self._rewinds else None
+                found = self._allocator.admit(own.id, len(tokens), tokens=known, salt=own.salt)
             except OutOfBlocksError:
                 self._evict(step)
                 continue
@@ -191,7 +202,9 @@ class DraftModel:
         except OutOfBlocksError:
             return start
         own.num_computed = stop
-        step.add(Span(own, start, stop, samples=stop >= len(own.tokens)))
+        known = len(own.tokens)
+        keep = known if start >= known and not self._rewinds else None
+        step.add(Span(own, start, stop, samples=stop >= known, keep=keep))
         return stop
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
@@ -202,15 +215,15 @@ class DraftModel:
 
 
 def can_draft(profile: ModelProfile) -> bool:
-    """Whether drafts of a model's requests can be computed, and wrong ones taken back."""
-    return profile.batching is not Batching.SINGLE and not profile.recurrent
+    """Whether drafts of a model's requests can be computed."""
+    return profile.batching is not Batching.SINGLE
 
 
 def probed_draft(model: nn.Module, draft_model: nn.Module) -> ModelProfile:
     """What a draft model for `model` stores.
 
     Raises:
-        ValueError: it has another vocabulary, or it cannot take drafts back.
+        ValueError: it has another vocabulary, or it computes one sequence at a time.
     """
     args = [getattr(each, "args", None) for each in (model, draft_model)]
     sizes = [getattr(each, "vocab_size", None) for each in args]
@@ -222,7 +235,7 @@ def probed_draft(model: nn.Module, draft_model: nn.Module) -> ModelProfile:
     profile = probed(draft_model)
     if not can_draft(profile):
         raise ValueError(
-            "[Engine] draft_model has recurrent layers, or its tokens cannot share a forward: "
-            "expected a model that only attends"
+            "[Engine] draft_model computes one sequence at a time: expected a model that computes "
+            "several together"
         )
     return profile

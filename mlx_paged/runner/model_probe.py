@@ -25,6 +25,7 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
+from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
 
 REFUSED = {
@@ -70,10 +71,12 @@ class ModelProfile:
             that stores nothing. If a layer's decodes attend to a latent as keys and as values, the
             layer stores the latent once.
         batching: MIXED if every layer attends through the hook. Some layers need ALTERNATE:
-            recurrent layers need consecutive tokens, layers that read gathered K/V would gather
+            recurrent layers that compute no rows, layers that read gathered K/V would gather
             once for each row, and latent attention would apply its up-projections to each row of a
             chunk. SINGLE if the model cannot compute a ragged batch.
         recurrent: some layers keep a state instead of K/V, so that a sequence cannot be rewound.
+        diverts_states: recurrent layers can compute rows of sequences with different numbers of
+            tokens.
         state_bytes: bytes of a sequence's states in all recurrent layers.
         attentions: the kinds of attention of its layers, each once.
         windows: for each entry of `shapes` the tokens that a query sees at most; None: all.
@@ -84,6 +87,7 @@ class ModelProfile:
     shapes: tuple[KVShape | None, ...]
     batching: Batching
     recurrent: bool
+    diverts_states: bool
     state_bytes: int
     attentions: tuple[AttentionKind, ...]
     windows: tuple[int | None, ...]
@@ -159,10 +163,12 @@ def probe(model: nn.Module) -> ModelProfile:
         raise UnsupportedModelError(f"model type {name} is refused: {REFUSED[name]}")
     caches = list(leaves(_trace(model, rows=1, length=2)))
     chunk = _recorders(caches)
-    states = [leaf for leaf in caches if isinstance(leaf, stock.ArraysCache)]
+    states = _watched(caches)
     recurrent = bool(states)
     diverted = all(leaf.attentions for leaf in chunk if leaf.shape is not None)
-    batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
+    diverts_states = recurrent and _diverts_states(model, states)
+    are_rows = diverted and (diverts_states or not recurrent)
+    batching = Batching.MIXED if are_rows else Batching.ALTERNATE
     decode = None
     if name not in ONE_AT_A_TIME:
         with suppress(ValueError, TypeError):  # a row cannot have a position and mask of its own
@@ -176,24 +182,27 @@ def probe(model: nn.Module) -> ModelProfile:
     untraceable = None
     if decode is None:
         untraceable = "each sequence has its own forward"
-    elif recurrent:
-        untraceable = "states of fixed size are no arguments"
     elif any(not leaf.attentions for leaf in decode if leaf.shape is not None):
         untraceable = "gathered K/V has a length"
     return ModelProfile(
         shapes=tuple(leaf.shape for leaf in layers),
         batching=batching,
         recurrent=recurrent,
+        diverts_states=diverts_states,
         state_bytes=sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
         attentions=tuple(dict.fromkeys(kinds)),
         windows=tuple(map(_widest, traces)),
-        last_layer_narrows=batching is Batching.MIXED and _narrows(model),
+        last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),
         untraceable=untraceable,
     )
 
 
 def _recorders(caches: Sequence[Any]) -> list[_Recorder]:
     return [leaf for leaf in leaves(caches) if isinstance(leaf, _Recorder)]
+
+
+def _watched(caches: Sequence[Any]) -> list[WatchedStates]:
+    return [leaf for leaf in leaves(caches) if isinstance(leaf, WatchedStates)]
 
 
 def _widest(traces: Sequence[_Recorder]) -> int | None:
@@ -221,11 +230,37 @@ def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
 
 
 def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
-    return [_convert(c, lambda window: _Recorder(rows, window)) for c in make_prompt_cache(model)]
+    return [
+        _convert(cache, lambda window: _Recorder(rows, window), WatchedStates)
+        for cache in make_prompt_cache(model)
+    ]
 
 
-def _narrows(model: nn.Module) -> bool:
+def _diverts_states(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
+    """Whether the modules that use the model's `states` can compute rows of many sequences."""
+    rows = RecurrentRows.of(model)
+    rows.divert([user for leaf in states for user in leaf.users])
+    caches = _recording_caches(model, TRACE_ROWS)
+    watched = _watched(caches)
+    runs, first = list[Run](), 0
+    for count, stops in ((2, [1]), (1, [2, 3]), (2, [3])):
+        own = [stock.ArraysCache(len(leaf.cache)) for leaf in watched]
+        runs.append(Run(first, count, stops, own))
+        first = runs[-1].stop
+    assert first == TRACE_ROWS
+    try:
+        with attention_hook(), rows.computing(runs, watched):
+            logits = model(mx.zeros((TRACE_ROWS, 1), mx.int32), cache=caches)
+    except (ValueError, TypeError):
+        return False
+    return logits.shape[:2] == (TRACE_ROWS, 1) and not any(leaf.users for leaf in watched)
+
+
+def _narrows(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
     """Whether the model's last layer and its head can compute some of a batch's rows."""
+    last = {id(module) for module in model.layers[-1].modules()}
+    if any(id(user) in last for leaf in states for user in leaf.users):
+        return False
     caches = _recording_caches(model, TRACE_ROWS)
     recorders = _recorders(caches)
     written: list[int] = []  # layers that had stored K/V when a layer was narrowed
@@ -263,13 +298,14 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
-def _convert(cache: Any, make: Any) -> Any:
-    """`cache` with each K/V leaf replaced by ``make(window)``; recurrent states stay."""
+def _convert(cache: Any, make: Any, make_states: Any = None) -> Any:
+    """`cache` with each K/V leaf replaced by ``make(window)``, and recurrent states, if asked for,
+    by ``make_states(states)``."""
     kind = getattr(cache, "stock_class", type(cache))  # under the patch, a paged one
     if kind is stock.CacheList:
-        return stock.CacheList(*(_convert(c, make) for c in cache.caches))
+        return stock.CacheList(*(_convert(c, make, make_states) for c in cache.caches))
     if kind is stock.ArraysCache:
-        return cache
+        return cache if make_states is None else make_states(cache)
     if kind in (stock.KVCache, stock.ConcatenateKVCache, stock.ChunkedKVCache):
         return make(None)
     if kind is stock.RotatingKVCache and cache.keep == 0:

@@ -29,7 +29,8 @@ from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_th
 from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
+from mlx_paged.runner.recurrent_rows import RecurrentRows, States
+from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler, Scores, empty_rows, on_host
@@ -105,7 +106,9 @@ class ModelRunner:
         self.batching = profile.batching
         self.caches = make_caches(model, pool, places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
-        self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
+        states = [c for c in leaves(self.caches) if type(c) is ArraysCache]
+        diverted = RecurrentRows.of(model) if profile.diverts_states else None
+        self.states = RecurrentStates(states, diverted)
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
@@ -126,21 +129,18 @@ class ModelRunner:
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
         take less time) and if they are right. Return what is traced. No block may be in use."""
-        on_cpu = mx.default_device() == mx.cpu
         self.why_plain = self._untraceable
-        if wanted is False or (wanted is None and not on_cpu):  # no GPU has run them yet
+        if not wanted and (wanted is False or mx.default_device() != mx.cpu):  # no GPU has run them
             self.why_plain = "not asked for"
         if self.why_plain is not None:
             return None
-        graph = weakly(self._graph)
-        for fuses in (False, True)[: 1 if on_cpu else 2]:
-            compiled = CompiledDecode(self.model, graph, self.allocator, self.pool, max_rows, fuses)
-            self.why_plain = compiled.problem(if_faster=wanted is None)
-            if self.why_plain is None:
-                self.compiled = compiled
-                self._tables = self._new_tables(padded=True)
-                return compiled.traces
-        return None
+        of_pool = self.allocator, self.pool, self.states
+        compiled = CompiledDecode(self.model, weakly(self._graph), *of_pool, max_rows)
+        self.why_plain = compiled.problem(if_faster=wanted is None)
+        self.states.clear()
+        if self.why_plain is None:
+            self.compiled, self._tables = compiled, self._new_tables(padded=True)
+        return compiled.traces if self.why_plain is None else None
 
     def warm_up(self) -> None:
         """Trace the decodes that are compiled, for this thread alone."""
@@ -167,7 +167,7 @@ class ModelRunner:
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, list):
                 snapshot.states = unpacked(snapshot.states)
-            self.states.restore(request.id, cast(States, snapshot.states))
+            self.states.restore(request.id, snapshot.position, cast(States, snapshot.states))
         coming = None if before is None else before.coming
         traced = self._trace_seconds
         requests: list[Request] = []
@@ -319,8 +319,8 @@ class ModelRunner:
         launched.end = ops.metal.end_of_work()
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
-        """Copy a request's current states into a snapshot."""
-        states = self.states.copy(request.id)
+        """Copy a request's states into a snapshot."""
+        states = self.states.copy(request.id, snapshot.position)
         if states is not None:
             snapshot.states = states
             self._copied += arrays_of(states)
@@ -342,10 +342,10 @@ class ModelRunner:
             return spans, ()
         if self.batching is Batching.SINGLE:
             return (), spans
-        decodes = [span for span in spans if span.start > 0 and (len(span) == 1 or span.drafts)]
-        if self._is_recurrent:
-            alike = self.states.alike(span.request.id for span in decodes)
-            decodes = [span for span in decodes if span.request.id in alike]
+        decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.drafts or s.behind)]
+        if self._is_recurrent and not self.states.takes_rows:
+            alike = self.states.alike(span for span in decodes if len(span) == 1)
+            decodes = [s for s in decodes if len(s) == 1 and s.request.id in alike]
         shared = {span.request.id for span in decodes}
         return decodes, [span for span in spans if span.request.id not in shared]
 
@@ -369,23 +369,23 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
-        if self.compiled is not None and self.compiled.takes(batch):
-            scores = self.compiled(batch)
-            return scores.logits, scores
+        compiled, are_rows = self.compiled, batch.layout is Layout.ROWS
+        takes = compiled is not None and compiled.takes(batch)
+        states: AbstractContextManager[None] = nullcontext()
         if self._is_recurrent:
-            if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
-                self.states.drop(batch.seq_ids[0])
-            self.states.load(batch.seq_ids)
-        axis = 0 if batch.layout is Layout.ROWS else 1
+            states = self.states.computing(batch.spans, are_rows and not takes, batch.padding)
+        if compiled is not None and takes:
+            with states:
+                scores = compiled(batch)
+            return scores.logits, scores
+        axis = 0 if are_rows else 1
         rows = None if batch.samples_all else batch.sampled_rows
         selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
-        with selected, self._narrowed(batch):
+        with selected, states, self._narrowed(batch):
             logits = self._graph(batch.inputs, batch.forwards)
-        if self._is_recurrent:
-            self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
-        return logits.flatten(0, 1), None
+        return logits.flatten(0, 1)[: batch.num_tokens if rows is None else None], None
 
     def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""

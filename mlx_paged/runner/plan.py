@@ -36,13 +36,13 @@ class PlanWriter:
         self._numbers: WeakKeyDictionary[Snapshot, int] = WeakKeyDictionary()
         self._count = 0  # numbers given to snapshots
         self._dead: list[int] = []  # those of snapshots that nothing keeps
-        self._calls: list[tuple[int, int | None, int | None]] = []
+        self._calls: list[tuple[int, int | None, tuple[int, int] | None]] = []
         self.digest = b""
 
     def drop(self, request: Request) -> None:
         snapshot = request.snapshot
-        number = None if snapshot is None else self._number(snapshot)
-        self._calls.append((request.id, None, number))
+        pair = None if snapshot is None else (self._number(snapshot), snapshot.position)
+        self._calls.append((request.id, None, pair))
 
     def fork(self, parent: Request, child: Request) -> None:
         self._calls.append((parent.id, child.id, None))
@@ -56,6 +56,7 @@ class PlanWriter:
         spans = [
             (
                 (span.request.id, row, span.start, span.stop, span.samples, len(span.drafts)),
+                (span.behind, span.keep),
                 span.known,
                 [fork.id for fork in span.forks],
                 [(self._number(s), s.position) for s in span.snapshots],
@@ -138,15 +139,15 @@ class PlanReader:
             raise DigestMismatch(f"plan {self._num_read} has {digests}")
         return step, awaits, found
 
-    def _call(self, first: int, child: int | None, snapshot: int | None) -> Any:
+    def _call(self, first: int, child: int | None, snapshot: Any) -> Any:
         if child is not None:  # the parent may have ended
             return self._requests.get(first) or _unknown(first), self._request(child)
         request = self._requests.pop(first, None) or _unknown(first)
-        request.snapshot = None if snapshot is None else self._snapshot(snapshot, 0)
+        request.snapshot = None if snapshot is None else self._snapshot(*snapshot)
         self._allocator.rows.pop(first, None)
         return request, None
 
-    def _span(self, numbers: Any, tokens: list[int], forks: Any, snapshots: Any) -> Span:
+    def _span(self, numbers: Any, more: Any, tokens: list[int], forks: Any, taken: Any) -> Span:
         request_id, row, start, stop, samples, num_drafts = numbers
         request = self._request(request_id)
         if self._allocator.rows.get(request_id) != row:
@@ -154,9 +155,9 @@ class PlanReader:
         self._allocator.rows[request_id] = row
         request.tokens = cast(list[int], _Tokens(start, tokens))
         children = tuple(map(self._request, forks))
-        states = tuple(self._snapshot(*pair) for pair in snapshots)
+        states = tuple(self._snapshot(*pair) for pair in taken)
         drafts = tuple(tokens[len(tokens) - num_drafts :])
-        return Span(request, start, stop, bool(samples), children, states, drafts)
+        return Span(request, start, stop, bool(samples), children, states, drafts, *more)
 
     def _request(self, request_id: int) -> Request:
         if request_id not in self._requests:

@@ -278,4 +278,4 @@ def _share(profile: ModelProfile, draft: ModelProfile) -> float:
         sum(shape.token_bytes for shape in each.shapes if shape is not None)
         for each in (profile, draft)
     )
-    return ours / (ours + theirs)
+    return ours / (ours + theirs) if theirs else 1.0

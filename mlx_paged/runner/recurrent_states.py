@@ -1,93 +1,191 @@
 """States of recurrent layers, kept per sequence and joined for a batch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-LayerState = list[mx.array | None]
-States = list[LayerState]
-"""The states of one sequence, layer by layer."""
-StateShapes = tuple[tuple[int, ...] | None, ...]
-"""Shapes of all arrays of a sequence's states, without the axis along which sequences are joined.
-"""
+from mlx_paged.runner.recurrent_rows import LayerState, RecurrentRows, Run, States
+from mlx_paged.scheduler.step import Span
+
+Forms = tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]
+"""Shapes and dtypes of all arrays of states, without the axis along which sequences are joined."""
+
+
+class _Joined:
+    """The states that a run left: a row for each of its sequences, and for its padding."""
+
+    def __init__(self, states: States) -> None:
+        self.states = states
+        self.forms = forms_of(states)
 
 
 class RecurrentStates:
     """The states of the model's recurrent layers (ArraysCache), for each live sequence.
 
-    A recurrent layer keeps a state of fixed size instead of K/V. Before a forward the states of the
-    batch's sequences are joined along axis 0; after it they are split again.
+    A recurrent layer keeps a state of fixed size instead of K/V. A forward has those of its
+    sequences joined along axis 0, and they stay joined after it: while the same sequences are
+    computed in the same order, nothing is split or copied. A sequence has the states after its
+    newest span. If drafts are in it, and one of them is wrong, the next span begins where the
+    states before them are: these are kept until then.
     """
 
-    def __init__(self, caches: Sequence[ArraysCache]) -> None:
-        self._caches = list(caches)
-        self._states: dict[int, States] = {}
-        self._shapes: dict[int, StateShapes] = {}
+    def __init__(self, caches: Sequence[ArraysCache], rows: RecurrentRows | None = None) -> None:
+        """`rows` computes forwards of rows; None: the model cannot, except for one row each."""
+        self.caches = list(caches)
+        self.takes_rows = rows is not None
+        self._rows = rows
+        # By sequence and position, each in a row of joined states.
+        self._held: dict[int, dict[int, tuple[_Joined, int]]] = {}
+        self._empty = _Joined([[None] * len(cache.cache) for cache in caches])
 
-    def alike(self, seq_ids: Iterable[int]) -> set[int]:
+    @property
+    def loaded(self) -> States:
+        """The states that the model's caches have."""
+        return [list(cache.cache) for cache in self.caches]
+
+    @loaded.setter
+    def loaded(self, states: States) -> None:
+        for cache, own in zip(self.caches, states, strict=True):
+            cache.cache[:] = own
+
+    def alike(self, spans: Iterable[Span]) -> set[int]:
         """The largest group of sequences whose states have the same shapes, so that they can be
         joined. Some states grow with a sequence's first tokens up to a fixed length."""
-        kinds: dict[StateShapes, set[int]] = {}
-        for seq_id in seq_ids:
-            kinds.setdefault(self._shapes.get(seq_id, ()), set()).add(seq_id)
+        together: dict[_Joined, set[int]] = {}
+        for span in spans:
+            seq_id = span.request.id
+            together.setdefault(self._at(seq_id, span.start)[0], set()).add(seq_id)
+        kinds: dict[Forms, set[int]] = {}
+        for joined, own in together.items():
+            kinds.setdefault(joined.forms, set()).update(own)
         return max(kinds.values(), key=len, default=set())
 
-    def load(self, seq_ids: Sequence[int]) -> None:
-        """Put these sequences' states into the model's caches; an unknown sequence starts empty."""
-        empty: States = [[None] * len(cache.cache) for cache in self._caches]
-        states = [self._states.get(seq_id, empty) for seq_id in seq_ids]
-        for layer, cache in enumerate(self._caches):
-            columns = zip(*(state[layer] for state in states), strict=True)
-            cache.cache = [_join(column) for column in columns]
+    def have(self, spans: Iterable[Span], forms: Forms) -> bool:
+        """Whether the states with which these spans begin have these forms."""
+        joined = {self._at(span.request.id, span.start)[0] for span in spans}
+        return all([each.forms == forms for each in joined])
 
-    def store(self, seq_ids: Sequence[int]) -> None:
-        """Keep the sequences' states, which a forward left in the model's caches."""
-        shapes, is_alone = shapes_of(cache.cache for cache in self._caches), len(seq_ids) == 1
-        for row, seq_id in enumerate(seq_ids):
-            self._shapes[seq_id] = shapes
-            self._states[seq_id] = [
-                [a if a is None or is_alone else a[row : row + 1] for a in cache.cache]
-                for cache in self._caches
-            ]
+    def load(self, seq_ids: Sequence[int], positions: Sequence[int], padding: int = 0) -> None:
+        """Put these sequences' states at these positions into the model's caches, with rows of
+        padding behind them, whose values mean nothing."""
+        runs: list[tuple[_Joined, int, int]] = []  # rows from the second number up to the third
+        for joined, row in map(self._at, seq_ids, positions):
+            if runs and runs[-1][0] is joined and runs[-1][2] == row:
+                runs[-1] = joined, runs[-1][1], row + 1
+            else:
+                runs.append((joined, row, row + 1))
+        rows = [slice(first, stop) for _, first, stop in runs]
+        layers = zip(self.caches, *(joined.states for joined, *_ in runs), strict=True)
+        for cache, *layer in layers:
+            cache.cache = [_join(column, rows, padding) for column in zip(*layer, strict=True)]
+
+    def load_zeros(self, forms: Forms, rows: int) -> None:
+        """Put zeros into the model's caches, as states of these forms."""
+        flat = iter([form and mx.zeros((rows, *form[0]), form[1]) for form in forms])
+        self.loaded = [[next(flat) for _ in cache.cache] for cache in self.caches]
+
+    @contextmanager
+    def computing(self, spans: Sequence[Span], are_rows: bool, padding: int = 0) -> Iterator[None]:
+        """A forward of these spans within this context begins with their states, and with rows of
+        padding. The states after it are then theirs."""
+        if self._rows is not None and are_rows:
+            runs = self.runs(spans, padding)
+            with self._rows.computing(runs, self.caches):
+                yield
+        else:
+            runs = [self.run(spans, padding)]
+            yield
+        self.store(runs, spans)
+
+    def run(self, spans: Sequence[Span], padding: int = 0, first: int = 0) -> Run:
+        """The spans as a run from row `first` on. Their states are in the model's caches."""
+        self.load([span.request.id for span in spans], [span.start for span in spans], padding)
+        stops = [piece.stop - spans[0].start for piece in spans[0].pieces()]
+        return Run(first, len(spans) + padding, stops, self.caches)
+
+    def runs(self, spans: Sequence[Span], padding: int = 0) -> list[Run]:
+        """The spans of a forward of rows as runs with caches of their own. Spans with snapshots are
+        runs of their own; others are joined if they have as many tokens and states of the same
+        forms. Padding belongs to the last run."""
+        found: list[Run] = []
+
+        def kind(span: Span) -> tuple[int, Forms, int]:
+            alone = span.request.id if span.snapshots else -1
+            return len(span), self._at(span.request.id, span.start)[0].forms, alone
+
+        for _, of_run in groupby(spans, kind):
+            own_spans = [*of_run]
+            more = padding if own_spans[-1] is spans[-1] else 0
+            run = self.run(own_spans, more, found[-1].stop if found else 0)
+            caches = [ArraysCache(len(cache.cache)) for cache in self.caches]
+            for own, cache in zip(caches, self.caches, strict=True):
+                own.cache, cache.cache = cache.cache, [None] * len(cache.cache)
+            found.append(Run(run.first, run.count, run.stops, caches))
+        return found
+
+    def store(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
+        """Keep the states after each of the spans that the runs computed."""
+        of_runs = iter(spans)
+        for run in runs:
+            joined = [_Joined(after) for after in run.after]
+            for row, span in zip(range(run.count), of_runs, strict=False):
+                before = self._held.get(span.request.id, {})
+                held = {at: states for at, states in before.items() if at == span.keep}
+                for stop, after in zip(run.stops, joined, strict=True):
+                    held[span.start + stop] = after, row
+                self._held[span.request.id] = held
+        self._empty_caches()
 
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that has ended or will be computed again."""
-        self._states.pop(seq_id, None)
-        self._shapes.pop(seq_id, None)
+        self._held.pop(seq_id, None)
 
     def fork(self, parent: int, child: int) -> None:
         """Let `child` start with its parent's states; arrays are never changed in place."""
-        if parent in self._states:
-            self._states[child], self._shapes[child] = self._states[parent], self._shapes[parent]
+        if parent in self._held:
+            self._held[child] = dict(self._held[parent])
 
-    def copy(self, seq_id: int) -> States | None:
-        """A copy of a sequence's states that may be kept for long; None if it has none.
+    def copy(self, seq_id: int, position: int) -> States | None:
+        """A copy of a sequence's states at a position that may be kept for long; None if it has
+        none there.
 
-        Live states are views of the arrays of a whole batch or chunk and keep these in memory. A
-        copy has memory of its own, up to 16 KiB more than its bytes for each array.
+        Live states are rows of the arrays of a whole run and keep these in memory. A copy has
+        memory of its own, up to 16 KiB more than its bytes for each array.
         """
-        states = self._states.get(seq_id)
-        if states is None:
+        held = self._held.get(seq_id, {}).get(position)
+        if held is None:
             return None
-        return [[None if a is None else mx.contiguous(a) for a in layer] for layer in states]
+        joined, row = held
+        return [
+            [None if a is None else mx.contiguous(a[row : row + 1]) for a in layer]
+            for layer in joined.states
+        ]
 
-    def restore(self, seq_id: int, states: States) -> None:
+    def restore(self, seq_id: int, position: int, states: States) -> None:
         """Let a sequence continue from a copy."""
-        self._states[seq_id], self._shapes[seq_id] = states, shapes_of(states)
+        self._held[seq_id] = {position: (_Joined(states), 0)}
 
     def clear(self) -> None:
         """Forget every sequence and empty the model's caches."""
-        self._states.clear()
-        self._shapes.clear()
-        for cache in self._caches:
+        self._held.clear()
+        self._empty_caches()
+
+    def arrays(self, seq_ids: Iterable[int]) -> list[mx.array]:
+        """The sequences' states, joined as they are, which are evaluated with the step."""
+        held = (each for seq_id in seq_ids for each in self._held.get(seq_id, {}).values())
+        return [a for joined in dict(held) for a in arrays_of(joined.states)]
+
+    def _empty_caches(self) -> None:
+        for cache in self.caches:
             cache.cache = [None] * len(cache.cache)
 
-    def arrays(self, seq_ids: Sequence[int]) -> list[mx.array]:
-        """The sequences' states, which are evaluated with the step."""
-        return [a for seq_id in seq_ids for a in arrays_of(self._states.get(seq_id, ()))]
+    def _at(self, seq_id: int, position: int) -> tuple[_Joined, int]:
+        return self._held[seq_id][position] if position else (self._empty, 0)
 
 
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
@@ -115,14 +213,23 @@ def unpacked(content: Any) -> States:
     return [[arrays.get(f"{i}.{j}") for j in range(count)] for i, count in enumerate(lengths)]
 
 
-def shapes_of(states: Iterable[LayerState]) -> StateShapes:
-    """The shapes of a sequence's states: sequences can be joined if these are equal."""
-    return tuple(None if a is None else a.shape[1:] for layer in states for a in layer)
+def forms_of(states: Iterable[LayerState]) -> Forms:
+    """The forms of states: sequences can be joined if these are equal."""
+    return tuple(None if a is None else (a.shape[1:], a.dtype) for layer in states for a in layer)
 
 
-def _join(arrays: Sequence[mx.array | None]) -> mx.array | None:
+def _join(
+    arrays: Sequence[mx.array | None], rows: Sequence[slice], padding: int
+) -> mx.array | None:
+    """These rows of the arrays in one, with so many rows of zeros or of anything behind them."""
     known = [array for array in arrays if array is not None]
     if not known:
         return None
     assert len(known) == len(arrays), "sequences with and without a state in one forward"
-    return known[0] if len(known) == 1 else mx.concatenate(known)
+    count = sum(own.stop - own.start for own in rows) + padding
+    if len(known) == 1 and rows[0].start == 0 and len(known[0]) == count:
+        return known[0]
+    parts = [a[own] for a, own in zip(known, rows, strict=True)]
+    if padding:
+        parts.append(mx.zeros((padding, *known[0].shape[1:]), known[0].dtype))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)

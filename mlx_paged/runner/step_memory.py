@@ -10,6 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_paged.attention.forward import SCORES
 from mlx_paged.attention.paths import has_matrix_units, is_fused
 from mlx_paged.kv.memory import LONG_PROMPT
+from mlx_paged.runner.batch import row_bucket
 from mlx_paged.runner.model_probe import ModelProfile
 from mlx_paged.sampling import prompt_scores
 from mlx_paged.scheduler.budget import MOST_SCORED
@@ -53,7 +54,7 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     of_attention = len(shapes) * (gathered + partials)
     arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
     alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + max(gathered, partials)))
-    states = STEPS * max_running * profile.state_bytes
+    states = STEPS * row_bucket(max_running) * profile.state_bytes
     # While prompts are scored, no sampler runs, but what it will read is there twice.
     scored = item * (MOST_SCORED + 2 * max_running) + 4 * prompt_scores.ARRAYS * prompt_scores.PART
     return alive * item + states + max(4 * OF_LOGITS * max_running, scored) * vocab

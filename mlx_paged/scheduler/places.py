@@ -113,6 +113,7 @@ class Places:
     def _share(self, parent: Request, child: Request) -> None:
         self.allocator.fork(parent.id, child.id)
         child.num_computed = child.num_cached = parent.num_computed
+        child.num_behind = parent.num_behind
         if len(self.running) < self.max_running and not self._isolated:
             self.running[child.id] = child
         else:
@@ -151,7 +152,7 @@ class Places:
                 self._evict_parked()
         step.copies += admission.copies
         miss = admission.miss if self.tier is None else self.tier.admitted(request, admission)
-        request.num_computed = admission.num_cached
+        request.num_computed, request.num_behind = admission.num_cached, 0
         request.prefix_without_state = admission.prefix_without_state
         if admission.snapshot is not None:
             step.restores.append((request, admission.snapshot))

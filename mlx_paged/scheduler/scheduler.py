@@ -48,7 +48,9 @@ class Scheduler(Places):
         asks_disk = open_tier is not None and self.prefix_cache
         learns = drafter is not None or asks_disk
         self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes)
-        self.speculation = None if drafter is None else Speculation(drafter, allocator, self.budget)
+        self.speculation: Speculation | None = None
+        if drafter is not None:
+            self.speculation = Speculation(drafter, allocator, self.budget, self.rewinds)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
         if open_tier is not None and asks_disk:  # last: an open disk is locked
             self.tier = open_tier(self.budget.seconds_to_compute)
@@ -109,7 +111,8 @@ class Scheduler(Places):
                 self.allocator.register_prefix(request.id, request.tokens, stop)
                 for snapshot in span.snapshots:
                     self.allocator.attach_snapshot(request.id, request.tokens, snapshot)
-            self.allocator.trim(request.id, stop, offers=self.prefix_cache)
+            kept = stop if span.keep is None else span.keep  # wrong drafts lead back there
+            self.allocator.trim(request.id, kept, offers=self.prefix_cache)
 
     def clear(self, request: Request) -> None:
         """The request got a token, so it did not cause an earlier fault: do not isolate it."""

@@ -49,6 +49,6 @@ class SnapshotPlan:
         """Keep the last states of a request that will free its registered blocks."""
         if request.synchronous or request.num_computed > len(request.tokens):
             return
-        snapshot = Snapshot(request.num_computed)
+        snapshot = Snapshot(request.num_computed - request.num_behind)
         if self._allocator.attach_snapshot(request.id, request.tokens, snapshot):
             request.snapshot = snapshot

@@ -16,6 +16,7 @@ MIN_GAIN = 1.03  # tokens per second that drafts must promise, relative to a ste
 TRIAL = 8  # every 8th step with drafts takes half of them, which shows what a draft costs
 PATIENCE = 16  # steps without drafts in a row, before drafts are considered in some steps only
 REST = 3  # steps in which drafts are then not considered, before each step in which they are
+MOST_BEHIND = 16  # a request whose states are further behind gets no drafts
 SUREST = 1 - 1e-9  # highest likelihood: the first of two drafts of a request always counts more
 
 
@@ -50,6 +51,10 @@ class Speculation:
     stream. So a draft is right if and only if it is the token that the model chooses there, and the
     output is the output without drafts.
 
+    The K/V of a wrong draft is written again. A recurrent state that a wrong draft went into is
+    given up: the state before the span is kept, and the request's next step computes the states of
+    its accepted tokens again.
+
     Attributes:
         reads_first: whether the next step will have drafts. Then the step under way must be read
             before the next step is scheduled.
@@ -57,8 +62,15 @@ class Speculation:
         num_accepted: drafts that were right.
     """
 
-    def __init__(self, drafter: Drafter, allocator: BlockAllocator, budget: ChunkBudget) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        allocator: BlockAllocator,
+        budget: ChunkBudget,
+        rewinds: bool = True,  # whether nothing is left of wrong drafts that must be taken back
+    ) -> None:
         self.drafter = drafter
+        self._rewinds = rewinds
         self.reads_first = False
         self.num_drafted = self.num_accepted = self._num_plans = 0
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
@@ -82,7 +94,7 @@ class Speculation:
         step.extra_seconds = self.drafter.seconds
         reserved = self._allocator.blocks_to_append(len(decodes))
         for request, drafts in zip(depths, proposed, strict=True):
-            start = request.num_computed
+            start, behind = request.num_computed, request.num_behind
             stop = start + 1 + len(drafts)
             more = self._allocator.blocks_needed(stop) - self._allocator.blocks_needed(start)
             needed = reserved + self._allocator.blocks_to_append(more)
@@ -93,7 +105,8 @@ class Speculation:
             except OutOfBlocksError:
                 continue
             request.num_computed = stop
-            step.add(Span(request, start, stop, True, drafts=tuple(drafts)))
+            keep = None if self._rewinds else start - behind
+            step.add(Span(request, start, stop, True, drafts=tuple(drafts), keep=keep))
         return [request for request in decodes if request.id not in step.requests]
 
     def accept(self, step: Step, choices: list[SampledToken]) -> list[SampledToken]:
@@ -114,7 +127,9 @@ class Speculation:
     def _settle(self, span: Span, accepted: int) -> None:
         """The span's first `accepted` drafts are tokens of its request, the others are not."""
         request, drafted = span.request, len(span.drafts)
-        request.num_computed = span.start + 1 + accepted
+        request.num_computed = span.start + span.behind + 1 + accepted
+        if span.keep is not None and accepted < drafted:
+            request.num_behind = request.num_computed - span.keep
         self._allocator.truncate(request.id, request.num_computed)
         request.num_drafted += drafted
         request.num_accepted += accepted
@@ -125,12 +140,15 @@ class Speculation:
     def _likelihood(self, request: Request) -> float:
         if request.synchronous or not request.params.speculates or request.samples:
             return 0.0
+        if request.num_behind > MOST_BEHIND:
+            return 0.0
         return min(self.drafter.likelihood(request), SUREST)
 
     def _depths(self, likely: dict[Request, float]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""
         count, cost = len(likely), self._budget.cost
-        plain = StepWork(count, sum(request.num_computed for request in likely))
+        late = sum(request.num_behind for request in likely)
+        plain = StepWork(count + late, sum(request.num_computed for request in likely))
         seconds = cost.predict(plain)
         hopeful = [request for request, p in likely.items() if p > 0]
         if not seconds or not hopeful:
@@ -140,17 +158,22 @@ class Speculation:
         if max(likely.values()) * seconds <= MIN_GAIN * count * of_draft:
             return {}
         longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
-        room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count)
+        room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count - late)
         most = self.drafter.num_tokens
         # [requests, most]: the j-th draft gives as many tokens as it is likely that j are right.
-        gives = np.array([[likely[request]] for request in hopeful]) ** np.arange(1, most + 1)
+        right = np.array([[likely[request]] for request in hopeful])
+        gives = right ** np.arange(1, most + 1)
         for given, request in zip(gives, hopeful, strict=True):
             given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
+        rows = np.ones_like(gives)
+        if not self._rewinds:  # if the j-th is the first wrong draft, j more tokens are behind
+            behind = np.array([[request.num_behind] for request in hopeful])
+            rows += gives * (1 / right - 1) * (behind + np.arange(1, most + 1))
         best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
         while most:
             gives = gives[:, :most]
             order = np.argsort(-gives, axis=None, kind="stable")
-            times = seconds + of_draft * np.arange(1, len(order) + 1)
+            times = seconds + of_draft * np.cumsum(rows[:, :most].ravel()[order])
             times += most * self.drafter.seconds_per_draft
             rates = (count + np.cumsum(gives.ravel()[order])) / times
             rates[room:] = 0

@@ -1,7 +1,7 @@
 """What one forward pass computes, and what the engine asks of its runner. Knows no mlx."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import add
 from typing import NamedTuple, Protocol, TypeVar
@@ -44,6 +44,10 @@ class Span:
     # Guesses of the request's next tokens. They are the span's last tokens, and each position from
     # the one before them on chooses a token.
     drafts: tuple[int, ...] = ()
+    # Its first tokens whose K/V is stored already: only their recurrent states are needed.
+    behind: int = 0
+    # The request's states at this position are kept beside those after the span.
+    keep: int | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -54,6 +58,11 @@ class Span:
         tokens = self.request.tokens[self.start : self.stop - len(self.drafts)]
         return [*tokens, *self.drafts] if self.drafts else tokens
 
+    def catch_up(self) -> None:
+        """Compute its request's states up to the span's start, too."""
+        self.behind, self.request.num_behind = self.request.num_behind, 0
+        self.start -= self.behind
+
     def pieces(self) -> list["Span"]:
         """The span cut at its snapshots: each snapshot is the state after a piece."""
         if not self.snapshots:
@@ -62,7 +71,9 @@ class Span:
         for snapshot in self.snapshots:
             is_last = snapshot.position == self.stop
             samples, forks = self.samples and is_last, self.forks if is_last else ()
-            pieces.append(Span(self.request, start, snapshot.position, samples, forks, (snapshot,)))
+            behind = 0 if pieces else self.behind
+            piece = Span(self.request, start, snapshot.position, samples, forks, (snapshot,))
+            pieces.append(replace(piece, behind=behind))
             start = snapshot.position
         if start < self.stop:
             pieces.append(Span(self.request, start, self.stop, self.samples, self.forks))
@@ -97,13 +108,16 @@ class Step:
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
 
     def add(self, span: Span) -> None:
+        """Compute a span. It begins where its request's recurrent states are."""
+        span.catch_up()
         self.spans.append(span)
         self.scores = self.scores or span.request.prompt_logprobs is not None
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
-        self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - span.start)
+        start = span.start + span.behind
+        self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - start)
         work = StepWork.chunk(span.start, len(span))
-        if span.drafts or len(span) == 1:
+        if span.drafts or span.stop - start == 1:
             work = StepWork(work.chunk_tokens, work.chunk_context)
         self.work += work
 
@@ -116,6 +130,11 @@ class Step:
             self.prompt_tokens += stop <= request.num_prompt
         self.requests.update([request.id for request in requests])
         self.work += StepWork(len(stops), sum(stops))
+        if any([request.num_behind for request in requests]):
+            for span in self.spans[-len(stops) :]:
+                span.catch_up()
+                _, _, rows, context = StepWork.chunk(span.start, span.behind)
+                self.work += StepWork(rows, context)
 
     @property
     def everyone(self) -> list[Request]:

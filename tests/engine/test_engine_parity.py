@@ -35,9 +35,6 @@ BATCHING = {
     "afm7": Batching.SINGLE,
     "gpt_bigcode": Batching.SINGLE,
     "deepseek_v3": Batching.ALTERNATE,
-    "jamba": Batching.ALTERNATE,
-    "lfm2": Batching.ALTERNATE,
-    "mamba2": Batching.ALTERNATE,
 }
 
 

@@ -236,11 +236,6 @@ def test_ngrams_copy_what_a_prompt_repeats():
     assert alone.drafts == 0
 
 
-def test_recurrent_models_compute_no_drafts():
-    engine = Engine(tiny_model("jamba"), block_size=4, num_blocks=100, speculate="ngram")
-    assert engine.scheduler.speculation is None
-
-
 def test_an_unknown_drafter_is_named():
     expected = f"speculate is 'magic': expected .*one of {', '.join(DRAFTERS)}"
     with pytest.raises(ValueError, match=expected):
@@ -365,11 +360,11 @@ def test_the_memory_is_divided_by_what_a_token_takes():
     ("options", "message"),
     [
         ({"draft_model": tiny_model("llama", vocab_size=99)}, "vocabulary of 99 .* expected 128"),
-        ({"draft_model": tiny_model("jamba")}, "recurrent layers"),
+        ({"draft_model": tiny_model("gemma2")}, "one sequence at a time"),
         ({"draft_model": tiny_model("llama"), "speculate": "ngram"}, "speculate is 'ngram'"),
         ({"draft_model": tiny_model("llama"), "num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ],
-    ids=["vocabulary", "recurrent", "two drafters", "no tokens"],
+    ids=["vocabulary", "one at a time", "two drafters", "no tokens"],
 )
 def test_what_cannot_draft_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):

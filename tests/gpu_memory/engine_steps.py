@@ -21,13 +21,14 @@ from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.recurrent_rows import States
 from mlx_paged.runner.recurrent_states import RecurrentStates
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
 Place = tuple[int, int, int]
-"""A state's sequence, its layer among the recurrent ones, and which of the layer's arrays it is."""
+"""The id of joined states, a layer among the recurrent ones, and which of the layer's arrays."""
 
 BLOCK_SIZE = 16
 VIEWS = {
@@ -168,7 +169,7 @@ class StepArrays:
                 outputs.extend(name for name, *_ in entry["outputs"])
 
         held = self._runner.states
-        for ended in [seq_id for seq_id in held._states if seq_id not in self.blocks]:
+        for ended in [seq_id for seq_id in held._held if seq_id not in self.blocks]:
             held.drop(ended)
         before, names = _states(held), self._names
         shapes: dict[Place, mx.array] = {}
@@ -177,8 +178,9 @@ class StepArrays:
             for (module, name, _), array in zip(self._weights, arrays, strict=False):
                 module[name] = array
             states = zip(before, arrays[len(self._weights) :], strict=True)
-            for (seq_id, layer, index), array in states:
-                held._states[seq_id][layer][index] = array
+            joined = _joined(held)
+            for (key, layer, index), array in states:
+                joined[key][layer][index] = array
             pending = self._runner.launch(step, None).pending
             shapes.update(_states(held))
             return [*pending, *shapes.values()]
@@ -190,9 +192,9 @@ class StepArrays:
             for module, name, array in self._weights:
                 module[name] = array
             self._pool.reset_handles()
-        for seq_id, layer, index in shapes:
-            of_layer, array = held._states[seq_id][layer], shapes[seq_id, layer, index]
-            of_layer[index] = mx.zeros(array.shape, array.dtype)
+        joined = _joined(held)
+        for (key, layer, index), array in shapes.items():
+            joined[key][layer][index] = mx.zeros(array.shape, array.dtype)
         self._names = dict(zip(shapes, outputs[-len(shapes) :], strict=True)) if shapes else {}
         of_states = zip(before, inputs[len(self._weights) :], strict=True)
         first = [Op("weights", [], inputs[: len(self._weights)])]
@@ -200,11 +202,17 @@ class StepArrays:
         return first + found, set(outputs)
 
 
+def _joined(held: RecurrentStates) -> dict[int, States]:
+    """The states after the newest tokens of all sequences, joined as they are."""
+    newest = (joined for states in held._held.values() for joined, _ in [*states.values()][-1:])
+    return {id(joined): joined.states for joined in newest}
+
+
 def _states(held: RecurrentStates) -> dict[Place, mx.array]:
-    """All arrays of all sequences."""
+    """All arrays of them."""
     return {
-        (seq_id, i, j): array
-        for seq_id, layers in held._states.items()
+        (key, i, j): array
+        for key, layers in _joined(held).items()
         for i, layer in enumerate(layers)
         for j, array in enumerate(layer)
         if array is not None

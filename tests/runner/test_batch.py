@@ -149,7 +149,7 @@ def test_a_chunk_layout_holds_one_sequence():
     batch = Batch(make_spans(allocator, (9, 4, 9)), allocator, Layout.CHUNK)
     assert batch.inputs.tolist() == [[4, 5, 6, 7, 8]]
     forward, [chunk] = batch.forwards[0], batch.forwards[0].row_chunks
-    assert (batch.num_decodes, forward.chunks, batch.start) == (0, (), 4)
+    assert (batch.num_decodes, forward.chunks, forward.offset) == (0, (), 4)
     assert (chunk.first, chunk.start, chunk.length) == (0, 4, 5)
     assert forward.block_tables.tolist() == [allocator.table(0).tolist()]
     assert forward.context_lens.tolist() == [9]

@@ -1,21 +1,205 @@
-"""States that grow with a text's first tokens: sequences that do not fit together yet."""
+"""States of recurrent layers stay joined while the same sequences are computed, and are split and
+joined exactly when these change."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged import Engine
-from tests.support.models.architectures import build
-from tests.support.models.tiny_models import solo_greedy
+from mlx_paged.request import Request
+from mlx_paged.runner.recurrent_states import RecurrentStates, forms_of
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.step import Span
 
-LENGTHS = (1, 2, 9, 3, 1, 21)
+
+class Layers:
+    """Two recurrent layers of three arrays: one keeps every token that it sees up to four, one
+    counts them, one is never used. `expected` has each sequence's own tokens."""
+
+    def __init__(self) -> None:
+        self.caches = [ArraysCache(3), ArraysCache(3)]
+        self.states = RecurrentStates(self.caches)
+        self.expected: dict[int, list[int]] = {}
+
+    def step(self, *seq_ids: int, padding: int = 0) -> None:
+        """A forward of one token of each sequence."""
+        with self.states.computing(self.spans(seq_ids), False, padding):
+            self._forward(seq_ids, padding)
+
+    def spans(self, seq_ids: Iterable[int]) -> list[Span]:
+        """The next token of each sequence."""
+        lengths = {seq_id: len(self.expected.get(seq_id, ())) for seq_id in seq_ids}
+        params = SamplingParams()
+        return [Span(Request(i, [], params, 0), n, n + 1, True) for i, n in lengths.items()]
+
+    def copy(self, seq_id: int) -> Any:
+        return self.states.copy(seq_id, len(self.expected.get(seq_id, ())))
+
+    def restore(self, seq_id: int, states: Any, tokens: list[int]) -> None:
+        self.states.restore(seq_id, len(tokens), states)
+        self.expected[seq_id] = list(tokens)
+
+    def _forward(self, seq_ids: tuple[int, ...], padding: int) -> None:
+        rows = len(seq_ids) + padding
+        tokens = [len(self.expected.get(i, ())) + 100 * i for i in seq_ids]
+        column = mx.array(tokens + [-1] * padding, mx.float32)[:, None]
+        for number, cache in enumerate(self.caches):
+            old, count, unused = cache[0], cache[1], cache[2]
+            assert unused is None
+            new = column + number
+            cache[0] = new if old is None else mx.concatenate([old, new], axis=1)[:, -4:]
+            cache[1] = mx.ones((rows, 2, 1)) if count is None else count + 1
+        for seq_id, token in zip(seq_ids, tokens, strict=True):
+            self.expected.setdefault(seq_id, []).append(token)
+
+    def check(self) -> None:
+        for seq_id, tokens in self.expected.items():
+            for number, (last, count, unused) in enumerate(self.copy(seq_id)):
+                assert last.tolist() == [[float(token + number) for token in tokens[-4:]]]
+                assert count.tolist() == [[[len(tokens)]] * 2]
+                assert unused is None
+
+    def joined(self) -> mx.array:
+        """What the next step of the sequences would get if nothing is copied."""
+        return self.states.arrays(self.expected)[0]
 
 
-@pytest.mark.slow
-def test_texts_shorter_than_the_model_looks_back_fail_no_step():
-    model = build("longcat_flash_ngram")
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, 50, length).tolist() for length in LENGTHS]
-    engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=6)
-    done = engine.generate(prompts, max_tokens=8)
-    assert [completion.tokens for completion in done] == [solo_greedy(model, p, 8) for p in prompts]
-    assert engine.stats.faults == 0
+@pytest.fixture
+def layers() -> Layers:
+    return Layers()
+
+
+def test_nothing_is_copied_while_the_same_sequences_decode(layers):
+    for _ in range(6):
+        layers.step(1, 2, 3, padding=1)
+        assert len(layers.states.arrays([1, 2, 3])) == 4  # of both layers, not of each sequence
+        joined = layers.joined()
+        spans = layers.spans([1, 2, 3])
+        layers.states.load([1, 2, 3], [span.start for span in spans], 1)
+        assert layers.caches[0][0] is joined
+    layers.check()
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize(
+    "after",
+    [(2, 3, 4), (1, 2, 3), (1, 4), (2, 3), (3,), (4, 3, 2, 1), (1, 2, 3, 4), (2, 1, 3, 4), (3, 2)],
+)
+def test_sequences_leave_and_change_their_order(layers, after, padding):
+    layers.step(1, 2, 3, 4, padding=1)
+    layers.step(1, 2, 3, 4, padding=1)
+    layers.step(*after, padding=padding)
+    layers.step(*after, padding=padding)
+    layers.check()
+
+
+def test_sequences_join(layers):
+    for joining in ((1, 2), (3,), (4, 5)):
+        for _ in range(4):  # until they have the same form
+            layers.step(*joining)
+    layers.step(1, 2, 3)
+    layers.step(2, 4, 1, 5, 3, padding=3)
+    layers.check()
+
+
+def test_a_fork_goes_its_own_way(layers):
+    layers.step(1, 2)
+    layers.states.fork(2, 3)
+    layers.expected[3] = list(layers.expected[2])
+    layers.step(1, 2, 3)
+    layers.check()
+    layers.states.drop(2)
+    del layers.expected[2]
+    layers.step(3, 1)
+    layers.check()
+
+
+def test_a_dropped_sequence_starts_empty(layers):
+    layers.step(1, 2)
+    layers.states.drop(1)
+    del layers.expected[1]
+    assert layers.copy(1) is None
+    layers.step(1)
+    layers.step(1)
+    layers.step(2)
+    layers.step(1, 2)
+    layers.check()
+
+
+def test_a_copy_is_what_it_was_and_can_be_continued(layers):
+    for _ in range(4):
+        layers.step(1, 2)
+    kept, tokens = layers.copy(2), list(layers.expected[2])
+    layers.step(1, 2)
+    layers.restore(2, kept, tokens)
+    layers.check()
+    layers.step(1, 2)
+    layers.check()
+    layers.restore(3, kept, tokens)
+    layers.check()
+
+
+def test_only_states_of_the_same_form_are_alike(layers):
+    def alike() -> set[int]:
+        return layers.states.alike(layers.spans([1, 2, 3]))
+
+    for _ in range(4):
+        layers.step(1, 2)
+    layers.step(3)
+    assert alike() == {1, 2}
+    assert layers.states.alike([]) == set()
+    for _ in range(3):
+        layers.step(3)
+    assert alike() == {1, 2, 3}
+    own = layers.copy(1)
+    halves = [[None if a is None else a.astype(mx.float16) for a in layer] for layer in own]
+    layers.restore(1, halves, layers.expected[1])
+    assert alike() == {2, 3}
+    assert layers.states.have(layers.spans([1]), forms_of(halves))
+    assert not layers.states.have(layers.spans([2, 1]), forms_of(halves))
+
+
+def test_values_of_padding_reach_no_sequence(layers):
+    for _ in range(4):
+        with layers.states.computing(layers.spans([1, 2]), False, 2):
+            layers._forward((1, 2), 2)
+            for cache in layers.caches:
+                cache.cache[:] = [
+                    None if a is None else mx.concatenate([a[:2], mx.full(a[2:].shape, mx.nan)])
+                    for a in cache.cache
+                ]
+        layers.step(3)
+    for rows, padding in (((1, 2), 2), ((1, 2, 3), 2), ((2, 1), 1), ((1,), 3), ((3, 1), 0)):
+        layers.step(*rows, padding=padding)
+    layers.check()
+
+
+def test_random_courses(layers):
+    rng, live = np.random.default_rng(0), []
+    for number in range(300):
+        kind = rng.integers(6)
+        if kind == 0 or not live:
+            live.append(number)
+            for _ in range(4):
+                layers.step(number)  # its states grow no more
+        elif kind == 1:
+            child = 1000 + number
+            layers.states.fork(live[-1], child)
+            layers.expected[child] = list(layers.expected[live[-1]])
+            live.append(child)
+        elif kind == 2:
+            gone = live.pop(int(rng.integers(len(live))))
+            layers.states.drop(gone)
+            del layers.expected[gone]
+        else:
+            if rng.random() < 0.2:
+                rng.shuffle(live)
+            chosen = [seq_id for seq_id in live if rng.random() < 0.8]
+            if chosen:
+                layers.step(*chosen, padding=int(rng.integers(3)))
+        if number % 20 == 0:
+            layers.check()
+    layers.check()

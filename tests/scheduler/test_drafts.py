@@ -10,7 +10,7 @@ from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.speculation import PATIENCE, REST
+from mlx_paged.scheduler.speculation import MOST_BEHIND, PATIENCE, REST
 from mlx_paged.scheduler.step import SampledToken, Step, StepWork
 
 RIGHT = 7
@@ -280,6 +280,50 @@ def test_requests_that_may_keep_a_state_or_do_not_want_drafts_get_none(params):
     scheduler = scheduler_with(Always())
     started(scheduler, 5, **params)
     assert not scheduler.schedule().spans[0].drafts
+
+
+# Models with recurrent layers
+
+
+def test_after_wrong_drafts_the_states_are_computed_again_with_the_next_token():
+    drafter = Always()
+    scheduler = scheduler_with(drafter, rewinds=False)
+    (request,) = started(scheduler, 6)
+    step = scheduler.schedule()
+    (span,) = step.spans
+    assert (span.start, span.behind, span.keep) == (6, 0, 6) and span.drafts
+    drafter.token = RIGHT + 1
+    finish(scheduler, step)
+    assert request.num_behind == 0, "all were right"
+    at, step = request.num_computed, scheduler.schedule()
+    finish(scheduler, step)
+    assert (request.num_computed, request.num_behind) == (at + 1, 1)
+    drafter.chance = 0.0
+    step = scheduler.schedule()
+    (span,) = step.spans
+    assert (span.start, span.stop, span.behind, span.keep) == (at, at + 2, 1, None)
+    assert span.known == [RIGHT, RIGHT] and request.num_behind == 0
+    assert step.work.decode_rows == 2 and step.work.chunk_tokens == 0
+    finish(scheduler, step)
+    assert request.num_computed == at + 2
+
+
+def test_tokens_to_compute_again_are_part_of_what_a_draft_costs():
+    """A wrong draft costs the rows of the tokens that it leaves behind, so fewer are worth it."""
+    depths = {}
+    for rewinds in (True, False):
+        scheduler = scheduler_with(Always(likelihood=0.6), row_seconds=0.0016, rewinds=rewinds)
+        (request,) = started(scheduler, 6)
+        depths[rewinds] = scheduler.speculation._depths({request: 0.6}).get(request, 0)
+    assert 0 < depths[False] < depths[True]
+
+
+def test_a_request_far_behind_catches_up_before_it_gets_drafts():
+    scheduler = scheduler_with(Always(), rewinds=False)
+    (request,) = started(scheduler, 40)
+    request.num_behind = MOST_BEHIND + 1
+    (span,) = scheduler.schedule().spans
+    assert span.behind == MOST_BEHIND + 1 and not span.drafts
 
 
 def test_an_ended_request_is_forgotten():

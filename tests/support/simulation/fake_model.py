@@ -104,6 +104,7 @@ class FakeSpan:
 
     wave: int  # pieces of a span come one after another
     start: int
+    behind: int  # tokens whose K/V is there already
     tokens: list[int]  # of the sequence, from its start, as far as they were known
     coming: tuple["FakeLaunch", int] | None  # whose choice is the last token, and which
     slots: IntArray  # of all positions up to the span's end, in layers that see all tokens
@@ -168,7 +169,7 @@ class FakeRunner:
     ) -> None:
         self.allocator = allocator
         self.pool = FakePool(allocator.num_blocks, allocator.block_size)
-        self.states: dict[int, State] = {}
+        self.states: dict[int, dict[int, State]] = {}  # by request and position
         self.recurrent = recurrent
         self._clock = clock
         self._rng = rng
@@ -179,7 +180,7 @@ class FakeRunner:
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, State):
                 snapshot.states = State(*json.loads(bytes(snapshot.states)))
-            self.states[request.id] = snapshot.states
+            self.states[request.id] = {snapshot.position: snapshot.states}
         step.shared_keys = self._shared_keys([span.request.id for span in step.spans])
         spans = [
             self._span(piece, wave, before)
@@ -229,13 +230,13 @@ class FakeRunner:
 
     def drop(self, request: Request) -> None:
         if request.snapshot is not None:
-            request.snapshot.states = self.states.get(request.id)
+            request.snapshot.states = self.states.get(request.id, {}).get(request.snapshot.position)
             request.snapshot = None
         self.states.pop(request.id, None)
 
     def fork(self, parent: Request, child: Request) -> None:
         if parent.id in self.states:
-            self.states[child.id] = self.states[parent.id]
+            self.states[child.id] = dict(self.states[parent.id])
 
     def recover(self, error=None) -> None:
         self._queue.clear()
@@ -254,16 +255,21 @@ class FakeRunner:
         stop = span.stop - len(span.drafts)
         draws = [(r, r.num_generated, stop) for r in (request, *span.forks) if span.samples]
         draws += [(request, draws[0][1] + i, stop + i) for i in range(1, 1 + len(span.drafts))]
-        state, after = self.states.get(request.id), State(span.stop)
+        held, after = self.states.get(request.id, {}), State(span.stop)
+        state = held.get(span.start)
         if self.recurrent:
             if span.start and (state is None or state.position != span.start):
-                self.pool.violations.append(f"{state} before the span from {span.start}")
-            self.states |= {r.id: after for r in (request, *span.forks)}
+                self.pool.violations.append(f"{held} before the span from {span.start}")
+            kept = {at: old for at, old in held.items() if at == span.keep}
+            self.states |= {r.id: kept | {span.stop: after} for r in (request, *span.forks)}
+        elif span.behind or span.keep is not None:
+            self.pool.violations.append("a model without states is behind them")
         for snapshot in span.snapshots:
             snapshot.states = after
         return FakeSpan(
             wave=wave,
             start=span.start,
+            behind=span.behind,
             tokens=tokens,
             coming=coming,
             slots=self.allocator.slots(request.id, 0, span.stop).astype(np.int64)
@@ -300,7 +306,7 @@ class FakeRunner:
         self.pool.copy(launch.copies)
         written = np.concatenate(
             [
-                slots[span.start - first :]
+                slots[span.start + span.behind - first :]
                 for span in launch.spans
                 for first, slots in [(0, span.slots), *span.others]
             ]
@@ -311,12 +317,13 @@ class FakeRunner:
             spans = [span for span in launch.spans if span.wave == wave]
             kv = [self._kv(span) for span in spans]
             for span, values in zip(spans, kv, strict=True):
-                new = span.known_tokens()[span.start :]
-                self.pool.write(span.slots[span.start :], span.start, new, values)
+                start = span.start + span.behind
+                new, values = span.known_tokens()[start:], values[span.behind :]
+                self.pool.write(span.slots[start:], start, new, values)
                 for first, slots in span.others:
-                    known = span.known_tokens()[first : span.start]
-                    self.pool.check(slots[: span.start - first], first, known)
-                    self.pool.write(slots[span.start - first :], span.start, new, values)
+                    known = span.known_tokens()[first:start]
+                    self.pool.check(slots[: start - first], first, known)
+                    self.pool.write(slots[start - first :], start, new, values)
         count = max((request.params.logprobs for request in launch.requests), default=0)
         for span in launch.spans:
             tokens = span.known_tokens()

@@ -58,7 +58,7 @@ class PlannedRunner(FakeRunner):
         for (ours, snapshot), (theirs, twin) in zip(step.restores, found.restores, strict=True):
             assert ours.id == theirs.id and twin.position in (0, snapshot.position)
         for own, other in zip(step.spans, found.spans, strict=True):
-            for name in ("start", "stop", "samples", "drafts"):
+            for name in ("start", "stop", "samples", "drafts", "behind", "keep"):
                 assert getattr(own, name) == getattr(other, name), name
             assert other.known == own.known
             assert other.request.id == own.request.id

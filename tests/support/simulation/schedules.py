@@ -25,7 +25,7 @@ from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
-from tests.support.models import tiny_models
+from tests.support.models import architectures, tiny_models
 from tests.support.ops.numpy_quantization import BITS
 from tests.support.simulation.disk_lives import DiskLives
 from tests.support.simulation.fake_model import FakeClock, FakeRunner
@@ -49,6 +49,9 @@ COUNTED = (
     *("lives", "stored", "fetched", "dropped", "valid", "plans"),
     *("mismatches", "violations", "leaked_blocks", "failures"),
 )
+
+
+RECURRENT = ("jamba", "qwen3_5", "lfm2", "kimi_linear", "rwkv7")
 
 
 def fake_simulation(
@@ -133,7 +136,7 @@ def engine_simulation(
     kv_bits: KVBits = None,
     solo: MlxLmSolo | None = None,
 ) -> Simulation:
-    model_type = "jamba" if setting.recurrent else "llama"
+    model_type = rng.choice(RECURRENT) if setting.recurrent else "llama"
     solo = solo or tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
     engine = Engine(
         solo.model,
@@ -156,7 +159,9 @@ def engine_simulation(
     if drafter is not None:
         drafter.never = runner.bad
         scheduler = engine.scheduler
-        scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
+        scheduler.speculation = Speculation(
+            drafter, scheduler.allocator, scheduler.budget, scheduler.rewinds
+        )
         take_every_guess(scheduler.speculation)
     turn_rng = random.Random(f"{seed}:{index}:turns")
     kind = Structured if isinstance(solo, StructuredSolo) else Simulation
@@ -164,9 +169,9 @@ def engine_simulation(
 
 
 def drafter_for(setting: Setting, solo: SoloModel, seed: str) -> InjectedDrafter | None:
-    """A drafter for half of the schedules whose model takes drafts."""
+    """A drafter for half of the schedules."""
     rng = random.Random(f"{seed}:drafts")
-    takes = not setting.recurrent and rng.random() < 0.5
+    takes = rng.random() < 0.5
     return InjectedDrafter(rng, solo, rng.choice((0.0, 0.7, 1.0))) if takes else None
 
 
@@ -182,6 +187,8 @@ def tiny_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -
             "sliding_window": windowed_group.window,
             "num_hidden_layers": len(kinds),
         }
+    if model_type not in tiny_models.CONFIGS:
+        return MlxLmSolo(architectures.build(model_type), architectures.VOCAB, kv_bits)
     return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB, kv_bits)
 
 

@@ -49,7 +49,7 @@ class TurnWatch:
     def see(self, step: Step) -> None:
         """A step that is launched."""
         first = next((r for r in step.prompts[:1] if not r.num_preempted), None)
-        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts)]
+        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts) + span.behind]
         computed = {span.request.id for span in prompts if not is_forced(span)}
         before, self._first = self._first, first.id if first else None
         is_passed = first is not None and first.id not in step.requests and bool(computed)
@@ -305,7 +305,7 @@ class Simulation:
         references = scheduler.allocator.store.refcount_histogram()
         assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
         states = getattr(self.runner.inner, "states", {})
-        states = getattr(states, "_states", states)
+        states = getattr(states, "_held", states)
         assert not states, f"states of {list(states)} are left"
 
 

@@ -1,0 +1,179 @@
+"""Recurrent layers in a forward of rows: the tokens of each sequence go through its own states."""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import local
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_paged.runner.skip_unsampled import attached_to, override
+
+LayerState = list[mx.array | None]
+States = list[LayerState]
+"""The states of one or of several sequences, layer by layer."""
+
+
+@dataclass(eq=False)
+class Run:
+    """Consecutive rows of a forward: the tokens of sequences that have as many tokens each.
+
+    Attributes:
+        first: its first row.
+        count: its sequences.
+        stops: numbers of tokens of a sequence after which its states are wanted. The last one is
+            the number of its tokens.
+        caches: that hold the sequences' states, one for each recurrent cache of the model.
+        after: the states after each of `stops`, as far as the model was called.
+    """
+
+    first: int
+    count: int
+    stops: Sequence[int]
+    caches: Sequence[ArraysCache]
+    after: list[States] = field(init=False)
+
+    def __post_init__(self) -> None:
+        at_the_end = [cache.cache for cache in self.caches]
+        self.after = [[list(layer) for layer in at_the_end] for _ in self.stops[1:]] + [at_the_end]
+
+    @property
+    def stop(self) -> int:
+        """The row after its last one."""
+        return self.first + self.count * self.stops[-1]
+
+    def rows_of(self, value: mx.array, start: int, stop: int) -> mx.array:
+        """The sequences' columns ``[start, stop)`` of an array of rows ``[T, 1, ...]``. Of ``[T]``,
+        a number for each row, that of each sequence's row `start`."""
+        length = self.stops[-1]
+        rows = value[self.first : self.stop]
+        if rows.ndim == 1:
+            return rows[start::length]
+        return rows.reshape(self.count, length, *rows.shape[2:])[:, start:stop]
+
+
+class _Forward(local):
+    """Each thread's forward: its runs, and the place of each recurrent cache, by the cache's id."""
+
+    runs: Sequence[Run] = ()
+    places: Mapping[int, int] = {}
+
+
+class RecurrentRows:
+    """Makes a model's recurrent modules compute rows of many sequences.
+
+    A recurrent module needs the consecutive tokens of a sequence, ``[B, L, D]``; all other layers
+    take them as rows ``[T, 1, D]``. A module that was given to :meth:`divert` gets a subclass. In
+    a context of :meth:`computing` the subclass calls the module once for each run of rows, with
+    the caches of that run, and puts the results back in order. Parameters and the module tree do
+    not change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forward = _Forward()
+        self._known: set[int] = set()
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "RecurrentRows":
+        """The model's own; engines on the same model share it."""
+        return attached_to(model, "recurrent_rows", cls)
+
+    def divert(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules compute rows, from now on."""
+        for module in modules:
+            if id(module) not in self._known:
+                self._known.add(id(module))
+                override(module, "__call__", self._call)
+
+    @contextmanager
+    def computing(self, runs: Sequence[Run], caches: Sequence[ArraysCache]) -> Iterator[None]:
+        """Within this context a diverted module that is given one of the model's `caches` uses the
+        runs' caches instead. The runs cover all rows, in order."""
+        forward = self._forward
+        places = {id(cache): place for place, cache in enumerate(caches)}
+        forward.runs, forward.places = runs, places
+        try:
+            yield
+        finally:
+            forward.runs, forward.places = (), {}
+
+    def _call(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        forward = self._forward
+        runs, forward.runs = forward.runs, ()  # modules within this one take what it gives them
+        try:
+            if not runs:
+                return module(*args, **kwargs)
+            more = forward.places, runs[-1].stop, args, kwargs
+            found = [_computed(module, run, *more) for run in runs]
+            return found[0] if len(found) == 1 else tree_map(_joined(0), *found)
+        finally:
+            forward.runs = runs
+
+
+def _computed(
+    module: Callable[..., Any],
+    run: Run,
+    places: Mapping[int, int],
+    num_rows: int,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """What the module computes of a run, as rows, piece by piece."""
+    found, start, before = [], 0, dict[int, LayerState]()
+    shapes = (num_rows,), (num_rows, 1)
+    for after, stop in zip(run.after, run.stops, strict=True):
+
+        def own(value: Any, start: int = start, stop: int = stop) -> Any:
+            if id(value) in places:
+                place = places[id(value)]
+                before[place] = list(run.caches[place].cache)
+                return run.caches[place]
+            is_rows = isinstance(value, mx.array) and value.shape[:2] in shapes
+            return run.rows_of(value, start, stop) if is_rows else value
+
+        given, named = tree_map(own, (args, kwargs))
+        found.append(module(*given, **named))
+        for place, old in before.items():  # modules may share a cache
+            for index, state in enumerate(run.caches[place].cache):
+                if state is not old[index]:
+                    after[place][index] = state
+        start = stop
+    joined = found[0] if len(found) == 1 else tree_map(_joined(1), *found)
+    return tree_map(lambda rows: rows.reshape(-1, 1, *rows.shape[2:]), joined)
+
+
+def _joined(axis: int) -> Callable[..., mx.array]:
+    return lambda *parts: mx.concatenate(parts, axis)
+
+
+class WatchedStates(ArraysCache):
+    """Empty states that note which modules read or write them.
+
+    Attributes:
+        users: these modules, each once.
+    """
+
+    def __init__(self, like: ArraysCache) -> None:
+        super().__init__(len(like.cache))
+        self.users: list[nn.Module] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self._note_user()
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._note_user()
+        super().__setitem__(index, value)
+
+    def _note_user(self) -> None:
+        frame = sys._getframe(2)
+        while not isinstance(user := frame.f_locals.get("self"), nn.Module):
+            assert frame.f_back is not None, "a model's cache is used within one of its modules"
+            frame = frame.f_back
+        if not any(user is known for known in self.users):
+            self.users.append(user)
