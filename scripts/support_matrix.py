@@ -144,7 +144,7 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
         notes.append("in place until its indexer has more tokens than it picks")
     if profile.recurrent and any(profile.shapes):
         notes.append("beside states of fixed size")
-    plan = plan_pool(profile.shapes, profile.windows, 16, one_group=profile.recurrent)
+    plan = plan_pool(profile.shapes, profile.windows, 16)
     if any(group.window is not None for group in plan.groups):
         notes.append("blocks behind windows are freed")
     return "; ".join(notes)

@@ -1,7 +1,7 @@
 """Makes requests of checked arguments. Knows no mlx."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,20 @@ def checked_params(
     return params
 
 
-def check_queueing(caller: str, priority: object, cache_salt: object, keep: object = False) -> None:
-    """ValueError unless all are of the right kind."""
+def check_queueing(
+    caller: str,
+    priority: object,
+    cache_salt: object,
+    turn_ends: Sequence[int] = (),
+    keep: object = False,
+) -> tuple[int, ...]:
+    """The `turn_ends`; ValueError unless all are of the right kind."""
     is_ordered = is_real(priority) and priority == priority  # NaN has no order
     require(is_ordered, caller, "priority", priority, "a number")
     require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
     require_flags(caller, keep=keep)
+    require(isinstance(turn_ends, Sequence), caller, "turn_ends", turn_ends, "a sequence")
+    return tuple(integer(caller, "turn_ends", each, 0) for each in turn_ends)
 
 
 def check_beams(

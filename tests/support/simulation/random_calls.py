@@ -51,7 +51,7 @@ class Setting:
         needed = -(-(longest + most_tokens) // block_size)
         recurrent = rng.random() < 0.25
         groups = ONE_GROUP
-        if not recurrent and rng.random() < 0.5:
+        if not (recurrent and small) and rng.random() < 0.5:
             groups = TINY_GROUPS if small else drawn_groups(rng, block_size)
         entries = max(1, int(needed * rng.choice((0.5, 1, 1.5, 3, 8))))
         return cls(
