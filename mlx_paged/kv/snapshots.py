@@ -20,13 +20,15 @@ class Snapshot:
     states: object | None = None  # the runner's copy, never changed; None until it is computed
     before: Snapshot | None = None  # an earlier snapshot of the same text
     is_kept: bool = False
+    uses: int = 0
     floor: int = 0  # the value of the snapshot that was dropped last before the latest use
 
     @property
     def value(self) -> int:
-        """The tokens that it saves beyond the snapshot before it, and more if it was used lately.
-        All snapshots of a model take the same memory."""
+        """The tokens that it saves beyond the snapshot before it, and more if it was used often and
+        lately. All snapshots of a model take the same memory."""
         saved = self.position - (0 if self.before is None else self.before.position)
+        saved *= 1 + self.uses
         return self.floor + (saved // SPARE if self.is_spare else saved)
 
 
@@ -34,7 +36,8 @@ class Snapshots:
     """At most `max_snapshots` snapshots. The key of a snapshot is a known block and how many of the
     block's first tokens the states are after. A snapshot is dropped with its block, whose K/V it
     needs, or as the one of the least value. What is dropped raises the value of all that is used
-    later (GreedyDual: Young, SODA 1991), so even valuable ones are not kept for ever."""
+    later, so even valuable ones are not kept for ever (GreedyDual with frequencies: Cherkasova,
+    HP Labs technical report 1998)."""
 
     def __init__(self, max_snapshots: int) -> None:
         self.max_snapshots = integer("Snapshots", "max_snapshots", max_snapshots, 1)
@@ -51,8 +54,6 @@ class Snapshots:
     def has_place(self, snapshot: Snapshot) -> bool:
         """Whether there is room for a new snapshot, or one of no more value; a spare one does not
         replace its equal."""
-        while snapshot.before is not None and not snapshot.before.is_kept:
-            snapshot.before = snapshot.before.before
         snapshot.floor = self._floor
         if len(self) < self.max_snapshots:
             return True
@@ -67,6 +68,8 @@ class Snapshots:
             return False
         if known is not None:
             self._discard(key)
+        while snapshot.before is not None and not snapshot.before.is_kept:
+            snapshot.before = snapshot.before.before
         if not self.has_place(snapshot):
             self._floor = max(self._floor, snapshot.value)
             return False
@@ -86,6 +89,7 @@ class Snapshots:
         """The snapshot after `run` tokens of `block`; it becomes the most recently used."""
         snapshot = self._by_key[block, run] = self._by_key.pop((block, run))
         snapshot.is_spare, snapshot.floor = False, self._floor
+        snapshot.uses += 1
         return snapshot
 
     def move(self, source: int, target: int) -> None:
