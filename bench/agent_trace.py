@@ -141,7 +141,7 @@ class Agent:
 
     def _answer(self, thought: str, text: str, calls: list[dict[str, Any]]) -> None:
         tool_calls = [{"type": "function", "function": call} for call in calls]
-        answer = {"role": "assistant", "content": text, "reasoning_content": thought}
+        answer: Message = {"role": "assistant", "content": text, "reasoning_content": thought}
         answer |= {"tool_calls": tool_calls} if calls else {}
         self.trace.append(Turn(self.name, list(self.messages), answer))
         self.messages.append(answer)
@@ -304,6 +304,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = measure(args)
     print(table([list(rows[0]), *([text_of(cell, "") for cell in row.values()] for row in rows)]))
     total = {key: sum(row[key] for row in rows) for key in rows[0] if key not in ("turn", "agent")}
+    computed = {name: total["tokens"] - total[f"{name} reused"] for name in (args.model, "llama")}
     result = {
         "model": args.model,
         "size": args.size,
@@ -313,6 +314,7 @@ def main(argv: list[str] | None = None) -> None:
         "known": total["known"],
         "reused": {name: total[f"{name} reused"] for name in (args.model, "llama")},
         "reuse_ratio": round(total[f"{args.model} reused"] / total["llama reused"], 4),
+        "computed_ratio": round(computed[args.model] / computed["llama"], 3),
         "first_token_ratio": round(median(row["ratio"] for row in rows), 3),
         "first_tokens_ratio_of_sums": round(total[f"{args.model} ms"] / total["llama ms"], 3),
     }

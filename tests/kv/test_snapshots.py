@@ -208,9 +208,9 @@ class TestHowManyAreKept:
         kept[1].before = kept[0]  # saves 30
         for block, snapshot in enumerate(kept):
             snapshots.add(block, BLOCK, snapshot)
-        snapshots.add(3, BLOCK, Snapshot(60, states="s"))
+        snapshots.add(3, BLOCK, Snapshot(55, states="s"))
         assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
-        snapshots.use(3, BLOCK)  # it now counts 30 + 2 * 60
+        snapshots.use(3, BLOCK)  # it now counts 30 + 2 * 55
         snapshots.add(4, BLOCK, Snapshot(70, states="s"))
         assert [block for block in range(5) if block in snapshots] == [0, 3, 4]
 

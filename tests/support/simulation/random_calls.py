@@ -131,6 +131,12 @@ class RandomCalls:
     def tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(count)]
 
+    def turn_ends(self, prompt: list[int]) -> list[int]:
+        """Where states are to be kept, in some requests of models that have any."""
+        if not self.setting.recurrent:
+            return []
+        return [self.rng.randint(0, len(prompt)) for _ in range(self.rng.choice((0, 0, 1, 3)))]
+
     def params(self, num_prompt: int) -> SamplingParams:
         """Greedy or not, with or without a seed, and maybe with a processor that fails."""
         rng, setting = self.rng, self.setting
