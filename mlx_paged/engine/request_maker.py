@@ -87,6 +87,7 @@ class RequestMaker:
         seed: int | None,
         priority: int,
         salt: bytes,
+        turn_ends: Sequence[int] = (),
     ) -> Request:
         """A request; without a seed it gets a random one. Raises ValueError for its grammar."""
         seed = int(self._rng.integers(2**63)) if seed is None else seed
@@ -94,6 +95,6 @@ class RequestMaker:
         request.grammar = self._grammars.start(params, len(tokens))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(tokens)
-        request.arrival_time = self._clock()
+        request.turn_ends, request.arrival_time = turn_ends, self._clock()
         self._next_id += 1
         return request
