@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 
+from mlx_paged import Engine
 from mlx_paged.server.turn_ends import turn_ends
-from tests.support.commands.server_harness import demo
+from tests.support.commands.server_harness import TEMPLATE, demo, live, only_model, post
 
 SYSTEM = {"role": "system", "content": "def rules():\n    return 'be brief'"}
 TASK = {"role": "user", "content": "import os\nclass Task:"}
@@ -53,3 +54,20 @@ def test_a_template_that_fails_for_other_chats_finds_none():
 def test_a_question_like_the_one_that_is_tried(content):
     found, text = ends_of([SYSTEM, {"role": "user", "content": content}])
     assert all(text.startswith(each) for each in found) and found
+
+
+def test_the_server_finds_them_for_models_with_states(monkeypatch):
+    seen, add = list[tuple[int, ...]](), Engine.add_samples
+
+    def noted(engine, *args, turn_ends=(), **options):
+        seen.append(turn_ends)
+        return add(engine, *args, turn_ends=turn_ends, **options)
+
+    monkeypatch.setattr(Engine, "add_samples", noted)
+    body = {"messages": [{"role": "user", "content": "import"}], "max_tokens": 2}
+    with live("--chat-template", TEMPLATE) as server:
+        for has_states in (only_model(server).has_states, True):
+            only_model(server).has_states = has_states
+            _, _, answer = post(server, body, "/v1/chat/completions")
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert seen[0] == () and len(seen[1]) == 2 and 0 < seen[1][0] < seen[1][1] == num_prompt
