@@ -151,7 +151,7 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
         notes.append("beside states of fixed size")
     if profile.recurrent and not profile.diverts_states:
         notes.append("each request with drafts in its own forward")
-    plan = plan_pool(profile.shapes, profile.windows, 16, one_group=profile.recurrent)
+    plan = plan_pool(profile.shapes, profile.windows, 16)
     if any(group.window is not None for group in plan.groups):
         notes.append("blocks behind windows are freed")
     return "; ".join(notes)

@@ -108,6 +108,7 @@ class EngineCore:
         priority: int = 0,
         cache_salt: str = "",
         keep: bool = False,
+        turn_ends: Sequence[int] = (),
         **options: Any,
     ) -> int:
         """Queue a prompt (text or token ids); returns the request's id.
@@ -117,16 +118,18 @@ class EngineCore:
             cache_salt: K/V is shared only among requests with the same salt, e.g. a tenant's name.
             keep: hold the blocks after the end of the request, for :meth:`fork`, until
                 :meth:`release` or until other requests need them.
+            turn_ends: numbers of leading tokens after which later prompts may go on differently:
+                models with recurrent layers keep their states there.
             options: fields of :class:`SamplingParams`, instead of `params`.
 
         Raises:
             ValueError: an empty prompt, a token or a bias outside the vocabulary, an argument of a
                 wrong kind or out of range, or a request that the pool could never hold.
         """
-        check_queueing("add_request", priority, cache_salt, keep)
+        ends = check_queueing("add_request", priority, cache_salt, turn_ends, keep)
         params = checked_params("add_request", params, options, self._encode)
-        salt = cache_salt.encode()
-        request = self._make_request(self._encode(prompt), params, params.seed, priority, salt)
+        tokens, salt = self._encode(prompt), cache_salt.encode()
+        request = self._make_request(tokens, params, params.seed, priority, salt, ends)
         request.keep_blocks = keep
         self._admit([request], lambda: self.scheduler.add(request))
         return request.id
@@ -140,6 +143,7 @@ class EngineCore:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        turn_ends: Sequence[int] = (),
         **options: Any,
     ) -> list[int]:
         """Queue `n` samples of one prompt, which is computed once; returns their ids.
@@ -150,13 +154,12 @@ class EngineCore:
             ValueError: `n` below 1, or as :meth:`add_request`.
         """
         n = integer("add_samples", "n", n, 1)
-        check_queueing("add_samples", priority, cache_salt)
+        ends = check_queueing("add_samples", priority, cache_salt, turn_ends)
         params = checked_params("add_samples", params, options, self._encode)
-        tokens, salt = self._encode(prompt), cache_salt.encode()
+        tokens, queued = self._encode(prompt), (priority, cache_salt.encode(), ends)
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
-        requests = [self._make_request(list(tokens), params, s, priority, salt) for s in seeds]
-        leader = requests[0]
-        leader.samples = requests[1:]
+        requests = [self._make_request(list(tokens), params, s, *queued) for s in seeds]
+        leader, *leader.samples = requests
         self._admit(requests, lambda: self.scheduler.add(leader))
         return [request.id for request in requests]
 

@@ -1,7 +1,7 @@
 """Makes requests of checked arguments. Knows no mlx."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,20 @@ def checked_params(
     return params
 
 
-def check_queueing(caller: str, priority: object, cache_salt: object, keep: object = False) -> None:
-    """ValueError unless all are of the right kind."""
+def check_queueing(
+    caller: str,
+    priority: object,
+    cache_salt: object,
+    turn_ends: Sequence[int] = (),
+    keep: object = False,
+) -> tuple[int, ...]:
+    """The `turn_ends`; ValueError unless all are of the right kind."""
     is_ordered = is_real(priority) and priority == priority  # NaN has no order
     require(is_ordered, caller, "priority", priority, "a number")
     require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
     require_flags(caller, keep=keep)
+    require(isinstance(turn_ends, Sequence), caller, "turn_ends", turn_ends, "a sequence")
+    return tuple(integer(caller, "turn_ends", each, 0) for each in turn_ends)
 
 
 def check_beams(
@@ -79,6 +87,7 @@ class RequestMaker:
         seed: int | None,
         priority: int,
         salt: bytes,
+        turn_ends: Sequence[int] = (),
     ) -> Request:
         """A request; without a seed it gets a random one. Raises ValueError for its grammar."""
         seed = int(self._rng.integers(2**63)) if seed is None else seed
@@ -86,6 +95,6 @@ class RequestMaker:
         request.grammar = self._grammars.start(params, len(tokens))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(tokens)
-        request.arrival_time = self._clock()
+        request.turn_ends, request.arrival_time = turn_ends, self._clock()
         self._next_id += 1
         return request

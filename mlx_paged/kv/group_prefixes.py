@@ -39,10 +39,12 @@ class GroupPrefixes:
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 
     def require_states(self, max_snapshots: int) -> None:
-        """Reuse prefixes only up to one of at most `max_snapshots` snapshots of states."""
-        assert len(self._groups) == 1
+        """Reuse prefixes only up to one of at most `max_snapshots` snapshots of states, which the
+        first group's blocks have."""
         args = len(self._store.counts), self._block_size, self._store.idle
-        self._store.prefixes = [StatefulPrefixCache(*args, max_snapshots)]
+        self._store.prefixes[0] = StatefulPrefixCache(*args, max_snapshots)
+        for prefixes in self._store.prefixes:
+            prefixes.min_run = 1  # a state is worth a copy of any length
 
     def match(self, tokens: Sequence[int] | None, num_tokens: int, salt: bytes) -> PrefixMatch:
         """The longest reusable prefix of ``tokens[:num_tokens]``, without the last token. None: no
@@ -64,7 +66,7 @@ class GroupPrefixes:
         position, snapshot = whole + run, None
         if isinstance(caches[0], StatefulPrefixCache):
             args = position, stop, was_evicted, goes_on
-            position, tails, snapshot = caches[0].latest_state(hashes, tokens, stop, root)
+            position, tails, snapshot = self._latest_state(hashes, found, tokens, stop, root)
             miss = caches[0].miss_reason(position, *args)
         count = position // size
         blocks = [
@@ -89,7 +91,10 @@ class GroupPrefixes:
             hashes, found, _ = self._full_blocks(tokens, stop, root, elsewhere)
         states: list[NeededBlock] = []
         if has_states:
-            while hashes and block_key(hashes[-1], -1) not in elsewhere:
+            while hashes and (
+                block_key(hashes[-1], -1) not in elsewhere
+                or self._missing(found, len(hashes)) is not None
+            ):
                 hashes.pop()
             if self.match(tokens, len(tokens), salt).num_cached >= len(hashes) * size:
                 return []
@@ -114,9 +119,9 @@ class GroupPrefixes:
         caches, size, parent = self._store.prefixes, self._block_size, root
         hashes: list[bytes] = []
         found: list[list[CachedBlock | None]] = [[] for _ in caches]
-        has_states, asks = caches[0].snapshots is not None, bool(elsewhere)
+        asks = bool(elsewhere)
         columns = [  # of each group; the last value: whether a missing block ends the search
-            (cache, blocks, block_key(b"", index), group.window is None or has_states)
+            (cache, blocks, block_key(b"", index), group.window is None)
             for index, (group, cache, blocks) in enumerate(
                 zip(self._groups, caches, found, strict=True)
             )
@@ -143,6 +148,31 @@ class GroupPrefixes:
         next_one = hashes[count : count + 1]
         was_evicted = any(cache.was_evicted(key) for key in next_one for cache in caches)
         return hashes[:count], found, was_evicted
+
+    def _latest_state(
+        self,
+        hashes: list[bytes],
+        found: list[list[CachedBlock | None]],
+        tokens: Sequence[int],
+        stop: int,
+        root: bytes,
+    ) -> tuple[int, list[CachedBlock], Snapshot | None]:
+        """The last snapshot within ``tokens[:stop]`` before which every group has what it needs:
+        its position, each group's block that it is in unless it is at a block's end, and it."""
+        first, *others = self._store.prefixes
+        assert isinstance(first, StatefulPrefixCache)
+        for position, known in first.states(hashes, tokens, stop, root):
+            whole, run = divmod(position, self._block_size)
+            if self._missing(found, whole) is not None:
+                continue
+            left = token_bytes(tokens, position - run, position)
+            parent = hashes[whole - 1] if run and whole else root
+            runs = [cache.longest_run(parent, left) for cache in others if run]
+            if all(length == run for _, length in runs):
+                tails = [known, *(block for block, _ in runs if block is not None)]
+                snapshot = first.snapshots.use(known.block, run or self._block_size)
+                return position, tails if run else [], snapshot
+        return 0, [], None
 
     def _missing(self, found: list[list[CachedBlock | None]], count: int) -> int | None:
         """One of the first `count` blocks that a group needs and lacks; None if there is none."""
@@ -196,6 +226,6 @@ class GroupPrefixes:
         if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
         content = token_bytes(tokens, block * size, snapshot.position)
-        (prefixes,) = self._store.prefixes
+        prefixes = self._store.prefixes[0]
         assert isinstance(prefixes, StatefulPrefixCache)
         return prefixes.attach(sequence.prefix_hash(block), content, snapshot)

@@ -92,8 +92,6 @@ def plan_pool(
     shapes: Sequence[KVShape | None],  # what each layer stores; None: nothing
     windows: Sequence[int | None],  # the window of each layer; None: a query sees all tokens
     block_size: int,
-    *,
-    one_group: bool = False,  # make only one group
 ) -> PoolPlan:
     """Put layers of the same window into a group. All groups share one budget.
 
@@ -107,7 +105,7 @@ def plan_pool(
     for layer in used:
         by_window.setdefault(windows[layer], []).append(layer)
     pieces = _pieces(shapes, list(by_window.values()), block_size)
-    if one_group or pieces is None:
+    if pieces is None:
         widest = None if None in by_window else max((w for w in by_window if w), default=None)
         num_arrays = max(1, len(used))
         groups = {LayerGroup(widest): used}

@@ -1,10 +1,14 @@
-"""Snapshots of recurrent states: a bounded number, least recently used first. Knows no mlx."""
+"""Snapshots of recurrent states: a bounded number, the most valuable ones. Knows no mlx."""
 
-from collections import OrderedDict
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_paged.arguments import integer
+
+SPARE = 8
+"""A spare snapshot counts an eighth of the tokens that it saves, until it is used."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -12,19 +16,34 @@ class Snapshot:
     """The states of a model's recurrent layers after the first `position` tokens of a text."""
 
     position: int
-    is_spare: bool = False  # kept only while there is room, and dropped first
+    is_spare: bool = False  # taken on the way: nothing says that a text goes on from here
     states: object | None = None  # the runner's copy, never changed; None until it is computed
+    before: Snapshot | None = None  # an earlier snapshot of the same text
+    is_kept: bool = False
+    uses: int = 0
+    floor: int = 0  # the value of the snapshot that was dropped last before the latest use
+
+    @property
+    def value(self) -> int:
+        """The tokens that it saves beyond the snapshot before it, and more if it was used often and
+        lately. All snapshots of a model take the same memory."""
+        saved = self.position - (0 if self.before is None else self.before.position)
+        saved *= 1 + self.uses
+        return self.floor + (saved // SPARE if self.is_spare else saved)
 
 
 class Snapshots:
     """At most `max_snapshots` snapshots. The key of a snapshot is a known block and how many of the
     block's first tokens the states are after. A snapshot is dropped with its block, whose K/V it
-    needs, or as the least recently used snapshot."""
+    needs, or as the one of the least value. What is dropped raises the value of all that is used
+    later, so even valuable ones are not kept for ever (GreedyDual with frequencies: Cherkasova,
+    HP Labs technical report 1998)."""
 
     def __init__(self, max_snapshots: int) -> None:
         self.max_snapshots = integer("Snapshots", "max_snapshots", max_snapshots, 1)
-        self._by_key: OrderedDict[tuple[int, int], Snapshot] = OrderedDict()  # oldest first
+        self._by_key: dict[tuple[int, int], Snapshot] = {}  # the latest used last
         self._runs: dict[int, set[int]] = {}  # by block
+        self._floor = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -32,44 +51,54 @@ class Snapshots:
     def __contains__(self, block: int) -> bool:
         return block in self._runs
 
-    @property
-    def is_full(self) -> bool:
-        return len(self) >= self.max_snapshots
+    def has_place(self, snapshot: Snapshot) -> bool:
+        """Whether there is room for a new snapshot, or one of no more value; a spare one does not
+        replace its equal."""
+        snapshot.floor = self._floor
+        if len(self) < self.max_snapshots:
+            return True
+        return snapshot.value >= self._by_key[self._least].value + snapshot.is_spare
 
     def add(self, block: int, run: int, snapshot: Snapshot) -> bool:
         """Keep a snapshot after the first `run` tokens of `block`; returns whether it was kept."""
         key = (block, run)
         known = self._by_key.get(key)
         if known is not None and known.states is not None:
-            self._by_key.move_to_end(key)
+            self.use(block, run)
             return False
-        if known is None and snapshot.is_spare and self.is_full:
+        if known is not None:
+            self._discard(key)
+        while snapshot.before is not None and not snapshot.before.is_kept:
+            snapshot.before = snapshot.before.before
+        if not self.has_place(snapshot):
+            self._floor = max(self._floor, snapshot.value)
             return False
-        self._by_key[key] = snapshot
-        self._by_key.move_to_end(key, last=not snapshot.is_spare)
-        self._runs.setdefault(block, set()).add(run)
+        self._keep(key, snapshot)
         while len(self) > self.max_snapshots:
-            self._discard(next(iter(self._by_key)))
+            least = self._least
+            self._floor = self._by_key[least].value
+            self._discard(least)
         return True
 
-    def longest(self, block: int, run: int) -> int:
-        """The largest n <= `run` with a filled snapshot after n tokens of `block`; 0: none."""
+    def filled(self, block: int, most: int) -> list[int]:
+        """Each n <= `most` with a filled snapshot after n tokens of `block`."""
         runs = self._runs.get(block, ())
-        filled = (r for r in runs if r <= run and self._by_key[block, r].states is not None)
-        return max(filled, default=0)
+        return [r for r in runs if r <= most and self._by_key[block, r].states is not None]
 
     def use(self, block: int, run: int) -> Snapshot:
         """The snapshot after `run` tokens of `block`; it becomes the most recently used."""
-        self._by_key.move_to_end((block, run))
-        return self._by_key[block, run]
+        snapshot = self._by_key[block, run] = self._by_key.pop((block, run))
+        snapshot.is_spare, snapshot.floor = False, self._floor
+        snapshot.uses += 1
+        return snapshot
 
     def move(self, source: int, target: int) -> None:
         """Move the snapshots of `source` to `target`, which begins with the same tokens."""
         for run in sorted(self._runs.get(source, ())):
-            snapshot = self._discard((source, run))
-            if (target, run) not in self._by_key:
-                self._by_key[target, run] = snapshot
-                self._runs.setdefault(target, set()).add(run)
+            if (target, run) in self._by_key:
+                self._discard((source, run))
+            else:
+                self._keep((target, run), self._pop((source, run)))
 
     def forget(self, block: int) -> None:
         for run in list(self._runs.get(block, ())):
@@ -85,10 +114,29 @@ class Snapshots:
             assert 0 < run <= num_tokens.get(block, 0), "a snapshot without its block"
             num_before = snapshot.position - run
             assert num_before >= 0 == num_before % block_size, "a snapshot has another's key"
+            before = snapshot.before
+            assert snapshot.is_kept and (before is None or before.is_kept), "a snapshot was dropped"
+            assert before is None or before.position < snapshot.position, "a snapshot comes later"
 
-    def _discard(self, key: tuple[int, int]) -> Snapshot:
+    @property
+    def _least(self) -> tuple[int, int]:
+        """The key of the snapshot of the least value; of several, the one unused longest."""
+        return min(self._by_key, key=lambda key: self._by_key[key].value)
+
+    def _keep(self, key: tuple[int, int], snapshot: Snapshot) -> None:
+        self._by_key[key], snapshot.is_kept = snapshot, True
+        self._runs.setdefault(key[0], set()).add(key[1])
+
+    def _pop(self, key: tuple[int, int]) -> Snapshot:
         block, run = key
         self._runs[block].remove(run)
         if not self._runs[block]:
             del self._runs[block]
         return self._by_key.pop(key)
+
+    def _discard(self, key: tuple[int, int]) -> None:
+        snapshot = self._pop(key)
+        snapshot.is_kept = False
+        for later in self._by_key.values():
+            if later.before is snapshot:
+                later.before = snapshot.before

@@ -1,7 +1,7 @@
 """The prefix cache of a model with recurrent layers. Knows no mlx."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from mlx_paged.kv.prefix_cache import (
@@ -19,14 +19,13 @@ from mlx_paged.kv.snapshots import Snapshot, Snapshots
 
 class StatefulPrefixCache(PrefixCache):
     """Blocks of known content, reusable only up to a snapshot of the recurrent states, within a
-    block if necessary: a state exists at one position only. A run of any length is then worth a
-    copy. The blocks of a model without K/V hold nothing and only count its tokens."""
+    block if necessary: a state exists at one position only. The blocks of a model without K/V hold
+    nothing and only count its tokens."""
 
     def __init__(
         self, num_blocks: int, block_size: int, idle: OrderedDict[int, None], max_snapshots: int
     ) -> None:
         super().__init__(num_blocks, block_size, idle)
-        self.min_run = 1
         self.snapshots: Snapshots = Snapshots(max_snapshots)
 
     def attach(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
@@ -51,29 +50,26 @@ class StatefulPrefixCache(PrefixCache):
         }
         self.snapshots.check_integrity(lengths, self.block_size)
 
-    def latest_state(
+    def states(
         self, hashes: Sequence[bytes], tokens: Sequence[int], stop: int, root: bytes
-    ) -> tuple[int, list[CachedBlock], Snapshot | None]:
-        """The last snapshot within ``tokens[:stop]``, whose known full blocks have these hashes:
-        its position, its block unless it is at the block's end, and the snapshot."""
+    ) -> Iterator[tuple[int, CachedBlock]]:
+        """Where snapshots are within ``tokens[:stop]``, whose first full blocks have these hashes:
+        each position and the block that the snapshot is in, the last one first."""
         size = self.block_size
         for level in range(len(hashes), -1, -1):
-            known = [self._by_hash[key] for key in hashes[level : level + 1]]
+            known = filter(None, map(self._by_hash.get, hashes[level : level + 1]))
             candidates = chain(known, self._siblings(hashes[level - 1] if level else root))
             bearers = [cached for cached in candidates if cached.block in self.snapshots]
             if not bearers:
                 continue
             left = token_bytes(tokens, level * size, min((level + 1) * size, stop))
-            runs = [common_tokens(cached.tokens, left) for cached in bearers]
-            kept, best = max(
-                (self.snapshots.longest(cached.block, run), -i)
-                for i, (cached, run) in enumerate(zip(bearers, runs, strict=True))
-            )
-            if kept:
-                cached = bearers[-best]
-                snapshot = self.snapshots.use(cached.block, kept)
-                return level * size + kept, [cached] if kept < size else [], snapshot
-        return 0, [], None
+            runs = [
+                (run, -index)
+                for index, cached in enumerate(bearers)
+                for run in self.snapshots.filled(cached.block, common_tokens(cached.tokens, left))
+            ]
+            for run, index in sorted(runs, reverse=True):
+                yield level * size + run, bearers[-index]
 
     def miss_reason(
         self, position: int, known: int, stop: int, was_evicted: bool, goes_on: bool

@@ -149,7 +149,7 @@ class KVDiskTier:
             self._leaving[key] = BlockTransfer(key, group, blocks)
             self._leaving_bytes += self._entry_bytes[group]
         snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
-        has_state = snapshots is not None and snapshots.longest(known.block, size) == size
+        has_state = snapshots is not None and size in snapshots.filled(known.block, size)
         if snapshots is not None and has_state and key not in self.store:
             states = snapshots.use(known.block, size).states
             self._leaving[key] = BlockTransfer(key, group, (), states)
@@ -254,7 +254,7 @@ class KVDiskTier:
                     awaited.absent.clear()
                     break
                 if each.group < 0:
-                    (prefixes,) = store.prefixes
+                    prefixes = store.prefixes[0]
                     assert isinstance(prefixes, StatefulPrefixCache)
                     states = np.asarray(payload[0])[payload[1]].tobytes()
                     snapshot = Snapshot((each.index + 1) * block_size, states=states)

@@ -131,7 +131,7 @@ class MeasuredModel:
             ValueError: there is no room for one block, or the device cannot hold `kv_memory`.
         """
         block_size, shapes = config.block_size, profile.shapes
-        plan = plan_pool(shapes, profile.windows, block_size, one_group=profile.recurrent)
+        plan = plan_pool(shapes, profile.windows, block_size)
         max_snapshots = 0
         if profile.recurrent and config.prefix_cache:
             limits = config.max_running, config.snapshot_memory

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from weakref import ref
 
 from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
@@ -154,7 +155,9 @@ class Places:
         miss = admission.miss if self.tier is None else self.tier.admitted(request, admission)
         request.num_computed, request.num_behind = admission.num_cached, 0
         request.prefix_without_state = admission.prefix_without_state
+        request.newest_snapshot = None
         if admission.snapshot is not None:
+            request.newest_snapshot = ref(admission.snapshot)
             step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached

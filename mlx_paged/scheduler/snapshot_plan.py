@@ -1,5 +1,7 @@
 """At which positions requests save snapshots of their recurrent states. Knows no mlx."""
 
+from weakref import ref
+
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.request import Request
@@ -8,14 +10,14 @@ from mlx_paged.request import Request
 class SnapshotPlan:
     """Chooses the positions of a request that get a snapshot.
 
-    - The end of the last full block of its prompt: the next turn of a chat shares it, even if the
-      client changed the answer.
-    - The end of a known prefix that has no state: prompts that share a system prompt, for example,
-      diverge there.
+    - Its turn ends, or the end of the last full block of a prompt without any: the next turn of a
+      chat shares it, even if the client changed the answer.
+    - The end of a known prefix that has no state: two prompts diverge there.
     - The end of the request: its state needs no extra computation.
-    - The ends of a long prompt's chunks, while there is room for more snapshots.
+    - The ends of a long prompt's chunks, if there is room, or a snapshot of less value.
 
-    Decodes take no snapshots: they would copy the states once per block.
+    All but the last are at the ends of blocks: the disk keeps these, and other texts with the same
+    blocks find them. Decodes take no snapshots: they would copy the states once per block.
     """
 
     def __init__(self, allocator: BlockAllocator, max_snapshots: int) -> None:
@@ -34,21 +36,29 @@ class SnapshotPlan:
         """Snapshots to take while ``[start, stop)`` is computed, ordered by position."""
         if start == request.num_tokens - 1:
             return ()  # a decode
-        block_size = self._allocator.block_size
-        last = (request.num_tokens - 1) // block_size * block_size
-        candidates = (request.prefix_without_state, last)
-        wanted = {position for position in candidates if start < position <= stop}
-        snapshots = [Snapshot(position) for position in sorted(wanted)]
+        block_size, kept = self._allocator.block_size, self._allocator.snapshots
+        candidates = [request.prefix_without_state, *request.turn_ends]
+        if not request.turn_ends or request.num_tokens > request.num_prompt:
+            candidates.append(request.num_tokens - 1)
+        ends = {position // block_size * block_size for position in candidates}
+        wanted = sorted(end for end in ends if start < end <= stop)
+        snapshots, before = list[Snapshot](), request.snapshot_before
+        for position in wanted:
+            before = Snapshot(position, before=before)
+            snapshots.append(before)
         if stop < request.num_tokens and stop % block_size == 0 and stop not in wanted:
-            kept = self._allocator.snapshots
-            if kept is not None and not kept.is_full:
-                snapshots.append(Snapshot(stop, is_spare=True))
+            spare = Snapshot(stop, is_spare=True, before=before)
+            if kept is not None and kept.has_place(spare):
+                snapshots.append(spare)
+        if snapshots:
+            request.newest_snapshot = ref(snapshots[-1])
         return tuple(snapshots)
 
     def at_the_end(self, request: Request) -> None:
         """Keep the last states of a request that will free its registered blocks."""
         if request.synchronous or request.num_computed > len(request.tokens):
             return
-        snapshot = Snapshot(request.num_computed - request.num_behind)
+        position = request.num_computed - request.num_behind
+        snapshot = Snapshot(position, before=request.snapshot_before)
         if self._allocator.attach_snapshot(request.id, request.tokens, snapshot):
             request.snapshot = snapshot

@@ -242,7 +242,8 @@ class Answer:
             ids: list[int] = []
             try:
                 for prompt, own in zip(self.prompts, params, strict=True):
-                    ids += engine.add_samples(prompt.tokens, fields["best_of"], own, **options)
+                    given = prompt.tokens, fields["best_of"], own
+                    ids += engine.add_samples(*given, turn_ends=prompt.turn_ends, **options)
             except ValueError:
                 for request_id in ids:
                     engine.abort(request_id)

@@ -47,6 +47,7 @@ class Model:
     max_context: int  # tokens of prompt and completion: the model's, or what the pool can serve
     longest_token: int  # bytes
     abilities: Abilities  # of its chat template
+    has_states: bool  # of recurrent layers, so that only prompts up to kept ones are shared
     taken: int = 0  # completions that run or wait
     last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -216,6 +217,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         max_context=room,
         longest_token=longest,
         abilities=abilities,
+        has_states=not engine.scheduler.rewinds,
     )
 
 

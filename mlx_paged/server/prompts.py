@@ -1,6 +1,7 @@
 """Turns a request into token ids as mlx-lm's server does. Any thread may call these functions."""
 
 from argparse import Namespace
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import SAMPLING, Fields
 from mlx_paged.server.models import Model
 from mlx_paged.server.request_body import ContextExceeded
+from mlx_paged.server.turn_ends import turn_ends
 
 
 class Prompt(NamedTuple):
@@ -22,6 +24,7 @@ class Prompt(NamedTuple):
     tokens: list[int]
     text: str  # of the prompt, for requests with `echo`; else empty
     state: str  # in which the model's text begins: "normal" or "reasoning"
+    turn_ends: tuple[int, ...] = ()  # where later prompts may depart from it
 
 
 def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[Prompt]:
@@ -41,9 +44,14 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             text = convert_chat(fields["messages"], fields["role_mapping"])
             return [Prompt(_tokens(model, text, fields), "", "normal")]
         own, _ = thinking.template_args(model, fields)
-        text = _rendered(tokenizer, fields, template_args | own | fields["chat_template_kwargs"])
+        chat_args = template_args | own | fields["chat_template_kwargs"]
+        text = _rendered(tokenizer, fields, chat_args)
         tokens = _tokens(model, text, fields, add_special_tokens=False)
-        return [Prompt(tokens, "", _first_state(tokenizer, tokens))]
+        ends: tuple[int, ...] = ()
+        if model.has_states and not fields["continue_final_message"]:
+            render = partial(_render, tokenizer, fields["tools"], chat_args)
+            ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
+        return [Prompt(tokens, "", _first_state(tokenizer, tokens), ends)]
     except ContextExceeded:
         raise
     except Exception as error:  # a chat template can raise anything
@@ -136,14 +144,14 @@ def _rendered(tokenizer: TokenizerWrapper, fields: Fields, template_args: dict[s
     process_message_content(messages)
     begins = fields["add_generation_prompt"]
     options = {"continue_final_message": True} if continues else {}
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=not continues if begins is None else begins,
-        tools=fields["tools"] or None,
-        **options,
-        **template_args,
-    )
+    options["add_generation_prompt"] = not continues if begins is None else begins
+    return _render(tokenizer, fields["tools"], template_args | options, messages)
+
+
+def _render(
+    tokenizer: TokenizerWrapper, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
+) -> str:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, tools=tools or None, **options)
     assert isinstance(text, str)
     return text
 

@@ -50,9 +50,7 @@ class Architecture:
     profile: ModelProfile
 
     def pool_plan(self, block_size: int) -> PoolPlan:
-        profile = self.profile
-        one_group = profile.recurrent
-        return plan_pool(profile.shapes, profile.windows, block_size, one_group=one_group)
+        return plan_pool(self.profile.shapes, self.profile.windows, block_size)
 
 
 def architectures() -> Iterator[Architecture]:

@@ -102,6 +102,22 @@ def test_a_turn_goes_on_from_any_place_in_a_block(jamba, make_engine, num_prompt
     assert_as_alone(jamba, history, second)
 
 
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("past", range(1, 2 * BLOCK + 5))
+@pytest.mark.parametrize("name", HYBRID + WINDOWED + STATE_ONLY)
+def test_no_state_is_wrong_after_a_prompt_that_ended_past_a_block(name, past):
+    """Whether the next prompts go on from its end, from its last block, or from within it."""
+    model = build(name)
+    engine = Engine(model, block_size=BLOCK, num_blocks=64, prefill_chunk=32)
+    first = SYSTEM[:BLOCK] + text(past)
+    done, _ = completed(engine, first, max_tokens=2)
+    assert_as_alone(model, first, done)
+    for prompt in (first + done.tokens[:1] + text(5), first + text(30), first[:-1] + text(3)):
+        completion, _ = completed(engine, prompt, max_tokens=4)
+        assert_as_alone(model, prompt, completion)
+        assert completion.cached_prompt_tokens >= BLOCK
+
+
 def test_where_the_answer_comes_back_changed_its_prompt_is_known(jamba, make_engine):
     """As when a template leaves out what a model thought."""
     engine = make_engine()
@@ -110,6 +126,57 @@ def test_where_the_answer_comes_back_changed_its_prompt_is_known(jamba, make_eng
     second, _ = completed(engine, prompt)
     assert second.cached_prompt_tokens == LAST_BLOCK
     assert_as_alone(jamba, prompt, second)
+
+
+def test_a_prompt_says_where_others_depart_from_it(jamba, make_engine):
+    """A system prompt and a task, whose next turn leaves out the last tokens of the prompt."""
+    engine = make_engine(prefill_chunk=128)
+    prompt = SYSTEM + text(40)
+    first, num_computed = completed(engine, prompt, turn_ends=[len(SYSTEM), len(prompt) - 20])
+    assert num_computed == len(prompt)
+    assert_as_alone(jamba, prompt, first)
+    for begin in (SYSTEM, prompt[:-20]):
+        other = begin + text(9)
+        completion, _ = completed(engine, other)
+        assert completion.cached_prompt_tokens == len(begin) // BLOCK * BLOCK
+        assert_as_alone(jamba, other, completion)
+    samples = engine.sample([prompt], 2, max_tokens=2, temperature=1.0, turn_ends=(3,))
+    assert samples[0][0].cached_prompt_tokens == (len(prompt) - 20) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("wrong", [7, [-1], ["7"]])
+def test_turn_ends_are_numbers_of_tokens(make_engine, wrong):
+    with pytest.raises(ValueError, match=r"\[add_request\] turn_ends is "):
+        make_engine().add_request(SYSTEM, turn_ends=wrong)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", [*WINDOWED, "baichuan_m1, windows only"])
+def test_blocks_behind_windows_are_freed(name):
+    """And a text shares the beginning of another one as long as its window there is known."""
+    model = build(name)
+    engine = Engine(model, block_size=4, num_blocks=64, prefill_chunk=16, max_running=2)
+    groups = engine.manager.allocator.groups
+    assert [group.window for group in groups] == [None, 6][-len(groups) :]
+    prompt = text(160)
+    request_id = engine.add_request(prompt, max_tokens=30)
+    held = []
+    while engine.has_work:
+        (output,) = engine.step() or [None]
+        if engine.has_work:
+            allocator = engine.manager.allocator
+            firsts = allocator._sequence(request_id).first_entries
+            held.append([allocator.blocks_needed(len(prompt)) - first for first in firsts])
+    assert min(held)[-1] <= 3 and output.completion is not None
+    assert_as_alone(model, prompt, output.completion)
+    for num_shared in (160, 112, 47):
+        other = prompt[:num_shared] + text(6)
+        completion, _ = completed(engine, other)
+        assert_as_alone(model, other, completion)
+        assert completion.cached_prompt_tokens >= num_shared - 16
+    completed(engine, text(200))  # takes the blocks of most windows
+    completion, _ = completed(engine, prompt)
+    assert_as_alone(model, prompt, completion)
 
 
 def test_a_turn_that_ended_by_a_stop_token_is_known(jamba, make_engine):
@@ -281,13 +348,13 @@ class TestTheBound:
                 seen.add(num_snapshots(engine))
         assert max(seen) == 3
 
-    def test_the_one_unused_longest_goes_first(self, jamba, make_engine):
+    def test_those_that_save_few_tokens_go_first(self, jamba, make_engine):
         engine = make_engine(snapshot_memory=4 * self.state_bytes(jamba))
         a, b, c = (text(17) for _ in range(3))  # each leaves two: at 16, and at its end
         for prompt in (a, b, a, c):
             completed(engine, prompt)
         cached = [completed(engine, p)[0].cached_prompt_tokens for p in (c, a, b)]
-        assert cached == [16, 16, 0]
+        assert cached == [16, 16, 16]
 
     def test_is_part_of_the_memory_that_the_pool_takes_by_default(self, jamba, monkeypatch):
         limit = 4 << 20

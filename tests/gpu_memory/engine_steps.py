@@ -134,8 +134,7 @@ class StepArrays:
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self.profile: ModelProfile = probe(model)
-        windows, recurrent = self.profile.windows, self.profile.recurrent
-        plan = plan_pool(self.profile.shapes, windows, BLOCK_SIZE, one_group=recurrent)
+        plan = plan_pool(self.profile.shapes, self.profile.windows, BLOCK_SIZE)
         self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512)
         self._pool = KVPool((), 1, BLOCK_SIZE, plan, capacity=1)
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self._pool)

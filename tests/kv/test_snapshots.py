@@ -1,10 +1,11 @@
 """Snapshots of recurrent states: where they are kept, how many, and what they are found for."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
@@ -128,6 +129,69 @@ class TestWhatIsFound:
         assert admission.num_cached == max(lengths, default=0)
 
 
+class TestBesideWindows:
+    """A group that sees all tokens, and one that sees the last few."""
+
+    GROUPS = LayerGroup(), LayerGroup(5, 2)
+
+    def allocator(self, num_blocks: int, groups=GROUPS) -> BlockAllocator:
+        allocator = BlockAllocator(num_blocks, 4, groups, chunk=4)
+        allocator.prefixes.require_states(100)
+        return allocator
+
+    def live(self, allocator: BlockAllocator, tokens: list[int], positions: set[int]) -> None:
+        """Let a sequence come and go, in chunks of a block, that leaves states at positions."""
+        start = allocator.admit(-1, len(tokens), tokens).num_cached
+        while start < len(tokens):
+            stop = min(start - start % 4 + 4, len(tokens))
+            allocator.make_writable(-1, start, stop)
+            allocator.store.copies_done()
+            allocator.register_prefix(-1, tokens, stop)
+            if stop in positions:
+                allocator.attach_snapshot(-1, tokens, Snapshot(stop, states=stop))
+            allocator.trim(-1, stop, offers=True)
+            start = stop
+        allocator.register_tail(-1, tokens, len(tokens))
+        allocator.attach_snapshot(-1, tokens, Snapshot(len(tokens), states=len(tokens)))
+        allocator.free(-1)
+        allocator.check_integrity()
+
+    @pytest.mark.parametrize("groups", [GROUPS, (LayerGroup(5),)])
+    def test_a_state_is_found_as_long_as_its_window_is_known(self, groups):
+        allocator = self.allocator(64, groups)
+        text = list(range(38))
+        self.live(allocator, text, {8, 16, 24})
+        found = {n: admitted(allocator, [*text[:n], 99]).num_cached for n in (9, 17, 31, 38)}
+        assert found == {9: 8, 17: 16, 31: 24, 38: 38}
+        windowed = allocator.store.prefixes[-1]
+        evicted = [cached for cached in windowed.by_block.values() if cached.tokens[0] in (12,)]
+        for cached in evicted:  # the block before position 16, in the window of 16 and of 20
+            allocator.store.free += allocator.store._drop(cached.block)
+        assert len(evicted) == 1
+        found = {n: admitted(allocator, [*text[:n], 99]).num_cached for n in (9, 17, 31, 38)}
+        assert found == {9: 8, 17: 8, 31: 24, 38: 38}
+
+    @pytest.mark.slow
+    @settings(deadline=None)
+    @given(
+        texts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=24), max_size=6),
+        positions=st.sets(st.sampled_from([4, 8, 12, 16, 20])),
+        num_blocks=st.sampled_from([24, 40, 400]),
+    )
+    def test_is_the_longest_beginning_with_a_state_and_its_windows(
+        self, texts, positions, num_blocks
+    ):
+        allocator = self.allocator(num_blocks)
+        ends = set[tuple[int, ...]]()
+        for tokens in texts:
+            found = admitted(allocator, tokens).num_cached
+            if num_blocks == 400:  # nothing is evicted
+                known = [n for n in range(len(tokens)) if tuple(tokens[:n]) in ends]
+                assert found == max(known, default=0)
+            self.live(allocator, tokens, positions)
+            ends |= {tuple(tokens[:n]) for n in positions if n <= len(tokens)} | {tuple(tokens)}
+
+
 class TestHowManyAreKept:
     def test_the_one_unused_longest_goes_first(self):
         snapshots = Snapshots(3)
@@ -136,6 +200,35 @@ class TestHowManyAreKept:
         snapshots.use(0, BLOCK)
         snapshots.add(3, BLOCK, Snapshot(BLOCK, states="s"))
         assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
+
+    def test_those_that_save_few_tokens_go_first(self):
+        """Unless they are used, often or lately."""
+        snapshots = Snapshots(3)
+        kept = [Snapshot(position, states="s") for position in (100, 130, 90)]
+        kept[1].before = kept[0]  # saves 30
+        for block, snapshot in enumerate(kept):
+            snapshots.add(block, BLOCK, snapshot)
+        snapshots.add(3, BLOCK, Snapshot(55, states="s"))
+        assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
+        snapshots.use(3, BLOCK)  # it now counts 30 + 2 * 55
+        snapshots.add(4, BLOCK, Snapshot(70, states="s"))
+        assert [block for block in range(5) if block in snapshots] == [0, 3, 4]
+
+    def test_what_saves_nothing_beyond_another_saves_more_without_it(self):
+        snapshots = Snapshots(2)
+        first, second = Snapshot(50, states="s"), Snapshot(58, states="s")
+        second.before = first
+        snapshots.add(0, BLOCK, first)
+        snapshots.add(1, BLOCK, second)
+        assert second.value == 8
+        snapshots.forget(0)
+        assert second.value == 58 and second.before is None
+
+    def test_new_ones_replace_valuable_ones_in_the_end(self):
+        snapshots = Snapshots(1)
+        snapshots.add(0, BLOCK, Snapshot(90, states="s"))
+        kept = [snapshots.add(n, BLOCK, Snapshot(40, states="s")) for n in (1, 2, 3)]
+        assert kept == [False, False, True]
 
     def test_a_spare_one_takes_nobodys_place_and_gives_its_own(self):
         snapshots = Snapshots(2)
@@ -219,13 +312,16 @@ def test_damaged_books_are_noticed(damage):
 
 class TestWhereTheyAreTaken:
     @staticmethod
-    def spans(num_prompt: int, prefill_chunk: int, most: int = 100, **options) -> list[Span]:
+    def spans(
+        num_prompt: int, prefill_chunk: int, most: int = 100, turn_ends=(), **options
+    ) -> list[Span]:
         """The spans that compute a prompt."""
         allocator = BlockAllocator(64, BLOCK)
         scheduler = Scheduler(
             allocator, 4, prefill_chunk, rewinds=False, max_snapshots=most, **options
         )
         request = Request(0, list(range(num_prompt)), SamplingParams(max_tokens=40), seed=0)
+        request.turn_ends = turn_ends
         scheduler.add(request)
         spans = []
         while request.num_computed < num_prompt:
@@ -253,6 +349,13 @@ class TestWhereTheyAreTaken:
         assert self.taken(spans) == expected
         spare = [s.position for span in spans for s in span.snapshots if s.is_spare]
         assert spare == ([24] if num_prompt == 50 else [])
+
+    def test_at_the_ends_of_turns_instead_of_the_last_block(self):
+        spans = self.spans(50, prefill_chunk=27, turn_ends=(19, 45, 47))
+        assert self.taken(spans) == [(24, [16, 24]), (50, [40])]
+        (first, spare), (last,) = (span.snapshots for span in spans)
+        assert spare.before is first and last.before is spare and spare.is_spare
+        assert first.before is None and not first.is_spare
 
     def test_chunks_smaller_than_a_block_advance_all_the_same(self):
         assert [span.stop for span in self.spans(20, prefill_chunk=5)] == [5, 8, 13, 16, 20]

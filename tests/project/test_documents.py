@@ -39,6 +39,7 @@ MADE_BY_PATCHES = {"mx.fast.paged_attention"}
 COMMANDS = {
     *(f"mlx_paged.{name}" for name in ("generate", "server", "doctor", "run", "kv_disk")),
     *("bench.admission", "bench.host_cost", "bench.memory", "bench.paged_attention"),
+    *("bench.agent_trace",),
     *("bench.serving", "bench.shared_prefixes", "bench.stalls", "mlx_lm.generate", "mlx_lm.server"),
 }
 FLAGS_OF_OTHERS = {

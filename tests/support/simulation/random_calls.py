@@ -51,7 +51,7 @@ class Setting:
         needed = -(-(longest + most_tokens) // block_size)
         recurrent = rng.random() < 0.25
         groups = ONE_GROUP
-        if not recurrent and rng.random() < 0.5:
+        if not (recurrent and small) and rng.random() < 0.5:
             groups = TINY_GROUPS if small else drawn_groups(rng, block_size)
         entries = max(1, int(needed * rng.choice((0.5, 1, 1.5, 3, 8))))
         return cls(
@@ -130,6 +130,12 @@ class RandomCalls:
 
     def tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(count)]
+
+    def turn_ends(self, prompt: list[int]) -> list[int]:
+        """Where states are to be kept, in some requests of models that have any."""
+        if not self.setting.recurrent:
+            return []
+        return [self.rng.randint(0, len(prompt)) for _ in range(self.rng.choice((0, 0, 1, 3)))]
 
     def params(self, num_prompt: int) -> SamplingParams:
         """Greedy or not, with or without a seed, and maybe with a processor that fails."""

@@ -127,17 +127,15 @@ class Simulation:
     def _add_request(self) -> None:
         prompt, salt = self.calls.prompt()
         params, options = self.calls.params(len(prompt)), self._options(salt)
-        keep = self.rng.random() < 0.4
+        options |= {"keep": self.rng.random() < 0.4, "turn_ends": self.calls.turn_ends(prompt)}
         self._added(
-            prompt,
-            params,
-            salt,
-            lambda: [self.engine.add_request(prompt, params, keep=keep, **options)],
+            prompt, params, salt, lambda: [self.engine.add_request(prompt, params, **options)]
         )
 
     def _add_samples(self) -> None:
         prompt, salt = self.calls.prompt()
         params, options = self.calls.params(len(prompt)), self._options(salt)
+        options["turn_ends"] = self.calls.turn_ends(prompt)
         n = self.rng.randint(1, 5)
         self.counts["samples"] += self._added(
             prompt, params, salt, lambda: self.engine.add_samples(prompt, n, params, **options)
