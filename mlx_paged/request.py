@@ -36,6 +36,12 @@ class Grammar(Protocol):
     def copy(self, tokens: Sequence[int]) -> Self: ...
 
 
+class Sight(Protocol):
+    """The images of a prompt; ``vision/sight.py`` implements it."""
+
+    keys: list[int]  # the prompt's tokens; ids of no token stand for those of images
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence that the engine generates.
@@ -51,6 +57,7 @@ class Request:
     seed: int  # of its random stream
     priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
     salt: bytes = b""  # only requests with equal salts share K/V
+    sight: Sight | None = None  # the images of its prompt
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
     # Its next token is chosen on the host (beam search), before the next step.
     synchronous: bool = False
@@ -73,6 +80,7 @@ class Request:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     # Of each prompt token, as far as known; None: not wanted.
     prompt_logprobs: list[PromptLogprob | None] | None = None
+    seen_keys: list[int] = field(default_factory=list)  # the known ones of `keys` with a sight
     grammar: Grammar | None = None  # that its generated tokens follow
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
@@ -83,6 +91,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.tokens)
+
+    @property
+    def keys(self) -> list[int]:
+        """What its K/V depends on: its tokens, and for those of images what these show."""
+        if self.sight is None:
+            return self.tokens
+        self.seen_keys = self.seen_keys or list(self.sight.keys)
+        self.seen_keys += self.tokens[len(self.seen_keys) :]
+        return self.seen_keys
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +128,7 @@ class Request:
         known = self.prompt_logprobs or ()
         lacking = (p + 1 for p in self.scored(0, self.num_prompt) if known[p + 1] is None)
         first = next(lacking, None)
-        return self.tokens if first is None else self.tokens[:first]
+        return self.keys if first is None else self.keys[:first]
 
     @property
     def num_pending(self) -> int:

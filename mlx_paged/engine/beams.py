@@ -225,7 +225,8 @@ class BeamSearch:
     def _fork(self, survivor: Survivor, scheduler: Scheduler, runner: Runner[Any]) -> Request:
         parent, root = self._live[survivor.parent], self.root
         tokens = [*parent.tokens, survivor.token]
-        child = self._make_request(tokens, root.params, 0, root.priority, root.salt)
+        told = root.priority, root.salt, root.sight
+        child = self._make_request(tokens, root.params, 0, *told)
         child.num_prompt, child.logprobs = root.num_prompt, [*parent.logprobs, survivor.logprob]
         child.synchronous = True
         child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)

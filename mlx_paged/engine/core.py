@@ -154,7 +154,7 @@ class EngineCore:
         params = checked_params("add_samples", params, options, self._encode)
         tokens, salt = self._encode(prompt), cache_salt.encode()
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
-        requests = [self._make_request(list(tokens), params, s, priority, salt) for s in seeds]
+        requests = [self._make_request(tokens, params, s, priority, salt) for s in seeds]
         leader = requests[0]
         leader.samples = requests[1:]
         self._admit(requests, lambda: self.scheduler.add(leader))
@@ -233,7 +233,8 @@ class EngineCore:
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         continuation = self._encode(suffix, continues=True)
         tokens, seed = parent.tokens + continuation, None if inherits else given.seed
-        child = self._make_request(tokens, given, seed, parent.priority, parent.salt)
+        told = parent.priority, parent.salt, parent.sight
+        child = self._make_request(tokens, given, seed, *told)
         child.keep_blocks = keep
         self.scheduler.check_fits(child)
         if inherits and parent.grammar is not None:

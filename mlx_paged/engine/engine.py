@@ -27,6 +27,7 @@ from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.vision.host import SeeingModel, is_of_mlx_vlm
 
 OPTIONS = {field.name for field in fields(EngineConfig)}
 WATERMARK = 0.01  # part of the pool that must stay free when a request is admitted while others run
@@ -134,6 +135,8 @@ class Engine(WaitingCalls):
     ) -> None:
         options = {name: each for name, each in locals().items() if name in OPTIONS}
         require_model("Engine", "model", model)
+        if is_of_mlx_vlm(model):
+            model, tokenizer = SeeingModel(model), getattr(tokenizer, "tokenizer", tokenizer)
         tokenizer = _with_detokenizer(tokenizer)
         config = EngineConfig(**options)
         log = TickLog(spike_ms=spike_ms, profile=profile)

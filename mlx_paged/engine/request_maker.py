@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require, require_flags
 from mlx_paged.engine.text import PromptEncoder
-from mlx_paged.request import Request
+from mlx_paged.request import Request, Sight
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams, check_biases
 
@@ -79,10 +79,12 @@ class RequestMaker:
         seed: int | None,
         priority: int,
         salt: bytes,
+        sight: Sight | None = None,
     ) -> Request:
-        """A request; without a seed it gets a random one. Raises ValueError for its grammar."""
+        """A request, with the sight of its tokens or this one; without a seed it gets a random one. Raises ValueError for its grammar."""
         seed = int(self._rng.integers(2**63)) if seed is None else seed
-        request = Request(self._next_id, tokens, params, seed, priority, salt)
+        sight = getattr(tokens, "sight", sight)
+        request = Request(self._next_id, [*tokens], params, seed, priority, salt, sight)
         request.grammar = self._grammars.start(params, len(tokens))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(tokens)

@@ -1,10 +1,10 @@
 """One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -369,7 +369,8 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
-        if self.compiled is not None and self.compiled.takes(batch):
+        seen = self._seen(batch)
+        if self.compiled is not None and not seen and self.compiled.takes(batch):
             scores = self.compiled(batch)
             return scores.logits, scores
         if self._is_recurrent:
@@ -380,19 +381,25 @@ class ModelRunner:
         rows = None if batch.samples_all else batch.sampled_rows
         selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
         with selected, self._narrowed(batch):
-            logits = self._graph(batch.inputs, batch.forwards)
+            logits = self._graph(batch.inputs, batch.forwards, seen)
         if self._is_recurrent:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1), None
 
-    def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
+    def _seen(self, batch: Batch) -> dict[str, Any]:
+        """The model's further arguments for the images of a batch."""
+        return self.model.arguments(batch) if batch.seen else {}
+
+    def _graph(
+        self, inputs: mx.array, forwards: Sequence[Forward], arguments: Mapping[str, Any] = {}
+    ) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
         with attention_hook(), self.cpu_layers.diverted():
-            logits: mx.array = self.model(inputs, cache=self.caches)
+            logits: mx.array = self.model(inputs, cache=self.caches, **arguments)
         return logits
 
 

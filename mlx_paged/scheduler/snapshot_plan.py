@@ -50,5 +50,5 @@ class SnapshotPlan:
         if request.synchronous or request.num_computed > len(request.tokens):
             return
         snapshot = Snapshot(request.num_computed)
-        if self._allocator.attach_snapshot(request.id, request.tokens, snapshot):
+        if self._allocator.attach_snapshot(request.id, request.keys, snapshot):
             request.snapshot = snapshot
