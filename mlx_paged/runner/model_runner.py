@@ -105,7 +105,7 @@ class ModelRunner:
         self.batching = profile.batching
         self.caches = make_caches(model, pool, places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
-        self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
+        self.states = RecurrentStates([c for c in leaves(self.caches) if isinstance(c, ArraysCache)])
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None

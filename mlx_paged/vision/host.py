@@ -202,8 +202,9 @@ def _of_mlx_lm(cache: Any) -> Any:
     kind = type(cache).__name__
     if kind == "CacheList":
         return stock.CacheList(*map(_of_mlx_lm, cache.caches))
-    if kind == "ArraysCache":
-        return stock.ArraysCache(len(cache.cache))
+    if kind == "ArraysCache":  # whose layers call further methods of mlx-vlm's class
+        both = type(kind, (type(cache), stock.ArraysCache), {"stock_class": stock.ArraysCache})
+        return both(len(cache.cache))
     if kind == "RotatingKVCache":
         return stock.RotatingKVCache(cache.max_size, cache.keep)
     if kind in ("KVCache", "SimpleKVCache"):
