@@ -215,7 +215,7 @@ def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     if not isinstance(logits, mx.array):
         raise UnsupportedModelError(
             f"model type {model_type(model)} is refused: it returns {type(logits).__name__}, not "
-            "logits as mlx-lm's models; those of mlx-vlm are not served"
+            "logits as mlx-lm's models"
         )
     return caches
 

@@ -105,7 +105,9 @@ class ModelRunner:
         self.batching = profile.batching
         self.caches = make_caches(model, pool, places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
-        self.states = RecurrentStates([c for c in leaves(self.caches) if isinstance(c, ArraysCache)])
+        self.states = RecurrentStates(
+            [c for c in leaves(self.caches) if isinstance(c, ArraysCache)]
+        )
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
@@ -148,8 +150,9 @@ class ModelRunner:
             self.compiled.trace()
 
     @property
-    def _trace_seconds(self) -> float:
-        return 0.0 if self.compiled is None else self.compiled.traces.seconds
+    def _extra_seconds(self) -> float:
+        seconds = 0.0 if self.compiled is None else self.compiled.traces.seconds
+        return seconds + getattr(self.model, "seconds_of_images", 0.0)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
@@ -169,7 +172,7 @@ class ModelRunner:
                 snapshot.states = unpacked(snapshot.states)
             self.states.restore(request.id, cast(States, snapshot.states))
         coming = None if before is None else before.coming
-        traced = self._trace_seconds
+        traced = self._extra_seconds
         requests: list[Request] = []
         logits: list[mx.array] = []
         newest: list[mx.array] = []
@@ -194,7 +197,7 @@ class ModelRunner:
                 logits.append(own)
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
-        step.extra_seconds += self._trace_seconds - traced
+        step.extra_seconds += self._extra_seconds - traced
         pending, self._loaded = self.pool.handles() + self._loaded, []
         if self._is_recurrent:
             for span in step.spans:

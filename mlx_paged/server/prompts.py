@@ -9,9 +9,10 @@ from mlx_lm.server import convert_chat, process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import constraints, thinking
+from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import SAMPLING, Fields
+from mlx_paged.server.images import is_image
 from mlx_paged.server.models import Model
 from mlx_paged.server.request_body import ContextExceeded
 
@@ -40,9 +41,15 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             require(is_free, name, "nothing, for the model has no chat template", True)
             text = convert_chat(fields["messages"], fields["role_mapping"])
             return [Prompt(_tokens(model, text, fields), "", "normal")]
+        given = images.taken(fields["messages"])
+        require(not given or model.eyes, "messages", "text only: this model sees no images", "one")
         own, _ = thinking.template_args(model, fields)
         text = _rendered(tokenizer, fields, template_args | own | fields["chat_template_kwargs"])
-        tokens = _tokens(model, text, fields, add_special_tokens=False)
+        if given and model.eyes is not None:
+            tokens: list[int] = model.eyes(text, given)
+            _check_context(model, fields, len(tokens), _num_new(fields))
+        else:
+            tokens = _tokens(model, text, fields, add_special_tokens=False)
         return [Prompt(tokens, "", _first_state(tokenizer, tokens))]
     except ContextExceeded:
         raise
@@ -133,7 +140,8 @@ def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int
 
 def _rendered(tokenizer: TokenizerWrapper, fields: Fields, template_args: dict[str, Any]) -> str:
     messages, continues = fields["messages"], fields["continue_final_message"]
-    process_message_content(messages)
+    own = (message for message in messages if not any(map(is_image, message.get("content") or ())))
+    process_message_content([*own])
     begins = fields["add_generation_prompt"]
     options = {"continue_final_message": True} if continues else {}
     text = tokenizer.apply_chat_template(

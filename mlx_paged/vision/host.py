@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from threading import Lock
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,16 +14,76 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
-from mlx_paged.runner.skip_unsampled import override
+from mlx_paged.runner.ranks import Ranks
+from mlx_paged.runner.skip_unsampled import attached_to, override
+from mlx_paged.vision.prompts import Eyes
 from mlx_paged.vision.sight import Picture, Sight
 
 KEPT_BYTES = 256 << 20
 """Bytes of pictures' features that are kept for later requests."""
 
 
-def is_of_mlx_vlm(model: object) -> bool:
-    """Whether it is a whole model of mlx-vlm: one that reads text and sees."""
-    return hasattr(model, "get_input_embeddings") and hasattr(model, "language_model")
+SEEING = frozenset(
+    [
+        "aya_vision",
+        "gemma3",
+        "gemma4",
+        "glm4v",
+        "idefics3",
+        "internvl_chat",
+        "llava",
+        "mistral3",
+        "pixtral",
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "smolvlm",
+    ]
+)
+"""Architectures of mlx-vlm whose answers are the same in a batch; docs/support.md."""
+
+BLIND = {
+    "gemma3n": "it reads further inputs of each layer that its images change",
+    "llava_next": "its images have more embeddings than tokens",
+    "mllama": "its images are read by cross-attention, which has no blocks",
+    "paligemma": "the tokens of its prompts see later ones",
+}
+"""Reasons of others."""
+
+
+def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None":
+    """A model of mlx-vlm in the form of mlx-lm's, and its tokenizer; None if it is no model of
+    mlx-vlm.
+
+    Raises:
+        UnsupportedModelError: its answers could be wrong.
+    """
+    if isinstance(model, SeeingModel):
+        return model, processor
+    package, *names = type(model).__module__.split(".")
+    if package != "mlx_vlm":
+        return None
+    kind = names[1] if len(names) > 1 else ""
+    if not (hasattr(model, "get_input_embeddings") and hasattr(model, "language_model")):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} of mlx-vlm is a part of a model: expected the first value of"
+            " mlx_vlm.load(path)"
+        )
+    reason = BLIND.get(kind)
+    if getattr(model.language_model.config, "use_bidirectional_attention", None) == "vision":
+        reason = "the tokens of an image see later ones"
+    if Ranks.of(model) is not None:
+        reason = "it runs on ranks"
+    if kind not in SEEING or reason is not None:
+        known = f"expected one of {', '.join(sorted(SEEING))}"
+        raise UnsupportedModelError(f"model {kind} of mlx-vlm is refused: {reason or known}")
+    seeing = attached_to(model, "seeing", SeeingModel)
+    if hasattr(processor, "tokenizer"):
+        seeing.eyes, processor = Eyes(model, processor), processor.tokenizer
+    return seeing, processor
 
 
 class Features(NamedTuple):
@@ -49,21 +110,23 @@ class PictureFeatures:
     def __init__(self, vlm: Any) -> None:
         self._vlm = vlm
         self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._lock = Lock()  # engines on one model share these
         self.num_computed, self.seconds, self.nbytes = 0, 0.0, 0
 
     def of(self, picture: Picture) -> Features:
         """Those of a picture, computed now if they are not known."""
-        if picture.digest in self._kept:
-            self._kept.move_to_end(picture.digest)
-            return self._kept[picture.digest]
-        started = time.perf_counter()
-        found = self._kept[picture.digest] = self._computed(picture)
-        self.seconds += time.perf_counter() - started
-        self.num_computed += 1
-        self.nbytes += _size(found)
-        while self.nbytes > KEPT_BYTES and len(self._kept) > 1:
-            self.nbytes -= _size(self._kept.popitem(last=False)[1])
-        return found
+        with self._lock:
+            if picture.digest in self._kept:
+                self._kept.move_to_end(picture.digest)
+                return self._kept[picture.digest]
+            started = time.perf_counter()
+            found = self._kept[picture.digest] = self._computed(picture)
+            self.seconds += time.perf_counter() - started
+            self.num_computed += 1
+            self.nbytes += _size(found)
+            while self.nbytes > KEPT_BYTES and len(self._kept) > 1:
+                self.nbytes -= _size(self._kept.popitem(last=False)[1])
+            return found
 
     def _computed(self, picture: Picture) -> Features:
         tokens, rows = mx.array(picture.tokens)[None], mx.array(picture.rows.astype(np.int32))
@@ -82,7 +145,8 @@ class SeeingModel(nn.Module):
         vlm: the model of mlx-vlm.
         has_positions: a token's position has three numbers (time, height, width), which images
             change.
-        pictures: the features of images; None before the first one.
+        pictures: the features of images.
+        eyes: makes prompts with images; None without a processor.
     """
 
     def __init__(self, vlm: Any) -> None:
@@ -91,6 +155,7 @@ class SeeingModel(nn.Module):
         language = vlm.language_model
         self.has_positions = hasattr(language, "get_rope_index")
         self.pictures = PictureFeatures(vlm)
+        self.eyes: Eyes | None = None
         for _, module in language.named_modules():
             if hasattr(module, "_deepstack_process"):
                 override(module, "_deepstack_process", _add_deep)
@@ -104,6 +169,11 @@ class SeeingModel(nn.Module):
     @property
     def model_type(self) -> str:
         return str(self.vlm.config.model_type)
+
+    @property
+    def seconds_of_images(self) -> float:
+        """How long the vision tower took so far."""
+        return self.pictures.seconds
 
     @property
     def layers(self) -> Any:
@@ -167,8 +237,10 @@ class SeeingModel(nn.Module):
         return [self.pictures.of(picture) for picture in pictures], int(sight.first[low])
 
 
-def _add_deep(_original: Any, hidden: mx.array, _is_seen: mx.array, deep: mx.array) -> mx.array:
-    """The features of a layer, which are zero at tokens of text."""
+def _add_deep(original: Any, hidden: mx.array, is_seen: mx.array, deep: mx.array) -> mx.array:
+    """Add a layer's features: those of this module are zero at tokens of text."""
+    if deep.shape != hidden.shape:
+        return original(hidden, is_seen, deep)  # type: ignore[no-any-return]
     return hidden + deep.astype(hidden.dtype)
 
 

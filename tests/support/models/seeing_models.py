@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -12,8 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from mlx_paged.vision.sight import Picture, SeenPrompt
 from mlx_paged.vision.prompts import seen_prompt
+from mlx_paged.vision.sight import Picture, SeenPrompt
 from tests.support.models.architectures import _spread
 
 Config = dict[str, Any]
@@ -32,7 +31,7 @@ VISION: Config = {
     "model_type": "vision", "depth": 2, "num_hidden_layers": 2, "hidden_size": 16, "embed_dim": 16,
     "out_hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "num_attention_heads": 2,
     "image_size": 32, "patch_size": 8, "spatial_patch_size": 8, "spatial_merge_size": 2,
-    "temporal_patch_size": 2, "in_channels": 3, "num_channels": 3, "mlp_ratio": 2.0,
+    "temporal_patch_size": 2, "in_channels": 3, "num_channels": 3, "mlp_ratio": 2,
     "layer_norm_eps": 1e-6,
 }  # fmt: skip
 WHOLE: Config = {
@@ -73,61 +72,86 @@ def square(num_tokens: int) -> Callable[[np.random.Generator], tuple[Inputs, int
     return image
 
 
+def sized(merge: int) -> Callable[[np.random.Generator], tuple[Inputs, int]]:
+    """Images of several sizes, with these."""
+
+    def image(rng: np.random.Generator) -> tuple[Inputs, int]:
+        pixels = rng.normal(size=(1, 3, 32, 32)).astype(np.float32)
+        sizes = np.array([[32, 32]])
+        return {"pixel_values": pixels, "image_sizes": sizes}, (32 // 8 // merge) ** 2
+
+    return image
+
+
+def tiles(rng: np.random.Generator) -> tuple[Inputs, int]:
+    """Images in one or two tiles of four tokens."""
+    count = int(rng.integers(1, 3))
+    return {"pixel_values": rng.normal(size=(1, count, 3, 32, 32)).astype(np.float32)}, 4 * count
+
+
+LINEAR: Config = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "rope_parameters": {
+        "type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0,
+        "partial_rotary_factor": 1.0,
+    },
+}  # fmt: skip
+EXPERTS: Config = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+    "shared_expert_intermediate_size": 16, "n_routed_experts": 4, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+CLIP: Config = {"model_type": "clip_vision_model"}
+SIGLIP: Config = {"model_type": "siglip_vision_model"}
 MROPE: Config = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
 
+DEEP: Config = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 KINDS = {
-    "qwen2_vl": Kind(grid, MROPE, {"hidden_size": 32, "model_type": "qwen2_vl"}, {}),
+    "aya_vision": Kind(square(4), {}, SIGLIP, {"alignment_intermediate_size": 64}),
+    "gemma3": Kind(square(4), {"query_pre_attn_scalar": 8, "mm_tokens_per_image": 4}, SIGLIP, {}),
+    "glm4v": Kind(
+        grid,
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 0, 1]}},
+        {"model_type": "glm4v"},
+        {},
+    ),
+    "idefics3": Kind(tiles, {}, {"model_type": "idefics3"}, {}),
+    "internvl_chat": Kind(square(4), {}, {"model_type": "intern_vit_6b"}, {}),
+    "llava": Kind(square(16), {}, CLIP, {"vision_feature_layer": -1}),
+    "mistral3": Kind(sized(2), {"model_type": "ministral3"}, {"model_type": "pixtral"}, {}),
+    "pixtral": Kind(sized(1), {"model_type": "mistral"}, {"model_type": "pixtral"}, {}),
+    "qwen2_vl": Kind(grid, MROPE, {"model_type": "qwen2_vl", "hidden_size": 32}, {}),
     "qwen2_5_vl": Kind(
         grid,
         MROPE,
         {"model_type": "qwen2_5_vl", "window_size": 32, "fullatt_block_indexes": [1]},
         {},
     ),
-    "qwen3_vl": Kind(
-        grid,
-        MROPE,
-        {"model_type": "qwen3_vl", "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        {},
-    ),
+    "qwen3_vl": Kind(grid, MROPE, DEEP | {"model_type": "qwen3_vl"}, {}),
+    "qwen3_vl_moe": Kind(grid, MROPE | EXPERTS, DEEP | {"model_type": "qwen3_vl_moe"}, {}),
     "qwen3_5": Kind(
+        grid, LINEAR, DEEP | {"model_type": "qwen3_5", "deepstack_visual_indexes": []}, {}
+    ),
+    "qwen3_5_moe": Kind(
         grid,
-        {
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_conv_kernel_dim": 4,
-            "num_hidden_layers": 4,
-            "full_attention_interval": 2,
-            "rope_parameters": {
-                "type": "default",
-                "mrope_section": [1, 1, 2],
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 1.0,
-            },
-        },
-        {"model_type": "qwen3_5", "num_position_embeddings": 16, "deepstack_visual_indexes": []},
+        LINEAR | EXPERTS,
+        DEEP | {"model_type": "qwen3_5_moe", "deepstack_visual_indexes": []},
         {},
     ),
-    "gemma3": Kind(
-        square(4),
-        {"query_pre_attn_scalar": 8, "mm_tokens_per_image": 4, "model_type": "gemma3"},
-        {"model_type": "siglip_vision_model"},
-        {},
-    ),
-    "llava": Kind(
-        square(16), {"model_type": "llama"}, {"model_type": "clip_vision_model"}, {"vision_feature_layer": -1}
-    ),
+    "smolvlm": Kind(tiles, {}, {"model_type": "smolvlm_vision"}, {}),
 }
 
 
-def build(name: str, seed: int = 0) -> nn.Module:
-    """A tiny model with random float32 weights."""
+def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """A tiny model with random float32 weights; `changes` are of its text and of the whole."""
     kind, module = KINDS[name], import_module(f"mlx_vlm.models.{name}")
-    text = module.TextConfig.from_dict(TEXT | kind.text)
+    text = module.TextConfig.from_dict(TEXT | kind.text | changes)
     vision = module.VisionConfig.from_dict(VISION | kind.vision)
     known = module.ModelConfig.__dataclass_fields__
-    whole = {key: value for key, value in (WHOLE | kind.whole).items() if key in known}
+    whole = {key: value for key, value in (WHOLE | kind.whole | changes).items() if key in known}
     mx.random.seed(seed)
     model: nn.Module = module.Model(
         module.ModelConfig(
@@ -168,8 +192,8 @@ def alone(model: nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]
     if isinstance(prompt, SeenPrompt):
         pictures = prompt.sight.pictures
         inputs = {
-            key: mx.array(np.concatenate([each.inputs[key] for each in pictures]))
-            for key in pictures[0].inputs
+            key: mx.array(np.concatenate([p.inputs[key] for p in pictures], int(value.ndim == 5)))
+            for key, value in pictures[0].inputs.items()
         }
     steps = generate_step(
         tokens, model, mask=mx.ones_like(tokens), max_tokens=max_tokens, temperature=0.0, **inputs
