@@ -155,7 +155,7 @@ class BeamSearch:
         # Searches under way by the request id of each hypothesis; takes this one.
         searches: "dict[int, BeamSearch]",
         # Makes a request of tokens, params, a seed, a priority and a salt.
-        make_request: Callable[[list[int], SamplingParams, int, int, bytes], Request],
+        make_request: Callable[..., Request],
         vocab_size: int | None,  # tokens that can be candidates; None: unknown
     ) -> None:
         num_candidates = min(group.num_candidates, vocab_size or group.num_candidates)

@@ -81,7 +81,8 @@ class RequestMaker:
         salt: bytes,
         sight: Sight | None = None,
     ) -> Request:
-        """A request, with the sight of its tokens or this one; without a seed it gets a random one. Raises ValueError for its grammar."""
+        """A request, with the sight of its tokens or this one; without a seed it gets a random one.
+        Raises ValueError for its grammar."""
         seed = int(self._rng.integers(2**63)) if seed is None else seed
         sight = getattr(tokens, "sight", sight)
         request = Request(self._next_id, [*tokens], params, seed, priority, salt, sight)

@@ -111,8 +111,9 @@ def make_job(
     args: argparse.Namespace,
     eyes: Eyes | None = None,
 ) -> Job:
-    """Encode a prompt, its images by `eyes`, and check its options. --seed gives each prompt a seed of its own, which does
-    not depend on the other prompts. Raises ValueError, which names the prompt's source."""
+    """Encode a prompt, its images by `eyes`, and check its options. --seed gives each prompt a seed
+    of its own, which does not depend on the other prompts. Raises ValueError, which names the
+    prompt's source."""
     try:
         params = replace(params, **spec.options)
         if args.seed is not None and params.seed is None:

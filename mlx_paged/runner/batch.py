@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -184,8 +183,7 @@ class Batch:
         scored: requests whose prompt tokens need log-probabilities, with the positions of the
             tokens before these. Their rows of logits are the last ones.
         seq_ids: the sequence of each span.
-        seen: of each span whose request has a sight this, its first position, the one after its
-            last, and its first row.
+        seen: the sight of each span that has one, the span's start and stop, and its first row.
         shared_keys: keys that sequences share with others, in the layer group with the most.
     """
 
@@ -213,7 +211,6 @@ class Batch:
         self.num_decodes = len(singles)
         self.start = spans[0].start
         self.seq_ids = [span.request.id for span in spans]
-        self.seen: list[tuple[Any, int, int, int]] = []
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
         self._lengths = self._stops - self._starts
@@ -222,15 +219,12 @@ class Batch:
         if self.num_decodes < len(spans):
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
-        if any([span.request.sight is not None for span in spans]):
-            rows = zip(spans, self._first_rows.tolist(), strict=True)
-            seen = [(span.request.sight, span.start, span.stop, row) for span, row in rows]
-            self.seen = [each for each in seen if each[0] is not None]
         self.num_tokens = len(self._positions)
+        rows = zip(spans, self._first_rows.tolist(), strict=True)
+        self.seen = [(s.request.sight, s.start, s.stop, i) for s, i in rows if s.request.sight]
         tables = tables or BatchTables.of_groups(allocator)
-        self.padding = 0
-        if tables[0].padded and self.decodes_only:
-            self.padding = row_bucket(self.num_tokens) - self.num_tokens
+        pads = tables[0].padded and self.decodes_only
+        self.padding = row_bucket(self.num_tokens) - self.num_tokens if pads else 0
         self.positions = mx.array(self._padded(self._positions))
         self.forwards = self._forwards(allocator, tables)
         self.scored: list[tuple[Request, range]] = []

@@ -164,7 +164,7 @@ def probe(model: nn.Module) -> ModelProfile:
     diverted = all(leaf.attentions for leaf in chunk if leaf.shape is not None)
     batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
     decode = None
-    if name not in ONE_AT_A_TIME:
+    if name not in ONE_AT_A_TIME and not getattr(model, "one_at_a_time", False):
         with suppress(ValueError, TypeError):  # a row cannot have a position and mask of its own
             decode = _recorders(_trace(model, rows=TRACE_ROWS, length=1))
     if decode is None:

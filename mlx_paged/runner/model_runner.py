@@ -1,6 +1,6 @@
 """One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,9 +105,7 @@ class ModelRunner:
         self.batching = profile.batching
         self.caches = make_caches(model, pool, places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
-        self.states = RecurrentStates(
-            [c for c in leaves(self.caches) if isinstance(c, ArraysCache)]
-        )
+        self.states = RecurrentStates([c for c in leaves(self.caches) if isinstance(c, ArraysCache)])
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
@@ -336,8 +334,7 @@ class ModelRunner:
         batches: Batches = []
         if together:
             batches.append((together, make(together, tables=self._tables)))
-        pieces = [piece for span in alone for piece in span.pieces()]
-        return batches + [([p], make([p], layout=Layout.CHUNK)) for p in pieces]
+        return batches + [([p], make([p], layout=Layout.CHUNK)) for s in alone for p in s.pieces()]
 
     def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
         """Spans that may share a forward of rows, and spans that each need their own."""
@@ -372,7 +369,7 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
-        seen = self._seen(batch)
+        seen = self.model.arguments(batch) if batch.seen else {}
         if self.compiled is not None and not seen and self.compiled.takes(batch):
             scores = self.compiled(batch)
             return scores.logits, scores
@@ -382,27 +379,20 @@ class ModelRunner:
             self.states.load(batch.seq_ids)
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
-        selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
-        with selected, self._narrowed(batch):
-            logits = self._graph(batch.inputs, batch.forwards, seen)
+        with self.logit_rows.only(rows, axis), self._narrowed(batch):
+            logits = self._graph(batch.inputs, batch.forwards, **seen)
         if self._is_recurrent:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1), None
 
-    def _seen(self, batch: Batch) -> dict[str, Any]:
-        """The model's further arguments for the images of a batch."""
-        return self.model.arguments(batch) if batch.seen else {}
-
-    def _graph(
-        self, inputs: mx.array, forwards: Sequence[Forward], arguments: Mapping[str, Any] = {}
-    ) -> mx.array:
+    def _graph(self, inputs: mx.array, forwards: Sequence[Forward], **seen: Any) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
         with attention_hook(), self.cpu_layers.diverted():
-            logits: mx.array = self.model(inputs, cache=self.caches, **arguments)
+            logits: mx.array = self.model(inputs, cache=self.caches, **seen)
         return logits
 
 

@@ -54,6 +54,10 @@ BLIND = {
 """Reasons of others."""
 
 
+SCALED_BY_FIRST_ROW = ("ministral3", "mistral4")
+"""Text models that scale all rows' queries by the position of the first row."""
+
+
 def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None":
     """A model of mlx-vlm in the form of mlx-lm's, and its tokenizer; None if it is no model of
     mlx-vlm.
@@ -73,7 +77,8 @@ def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None"
             " mlx_vlm.load(path)"
         )
     reason = BLIND.get(kind)
-    if getattr(model.language_model.config, "use_bidirectional_attention", None) == "vision":
+    options = getattr(model.language_model, "config", None)
+    if getattr(options, "use_bidirectional_attention", None) == "vision":
         reason = "the tokens of an image see later ones"
     if Ranks.of(model) is not None:
         reason = "it runs on ranks"
@@ -146,6 +151,7 @@ class SeeingModel(nn.Module):
         has_positions: a token's position has three numbers (time, height, width), which images
             change.
         pictures: the features of images.
+        one_at_a_time: rows of a batch cannot have positions of their own.
         eyes: makes prompts with images; None without a processor.
     """
 
@@ -154,6 +160,7 @@ class SeeingModel(nn.Module):
         self.vlm = vlm
         language = vlm.language_model
         self.has_positions = hasattr(language, "get_rope_index")
+        self.one_at_a_time = getattr(language, "model_type", "") in SCALED_BY_FIRST_ROW
         self.pictures = PictureFeatures(vlm)
         self.eyes: Eyes | None = None
         for _, module in language.named_modules():

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import warnings
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,10 @@ def opened(source: Any, name: str = "image", most: int = MAX_PIXELS) -> "Image":
         if len(source) > MAX_BYTES:
             raise ValueError(f"{name}: {len(source)} bytes: expected at most {MAX_BYTES}")
         try:
-            source = Image.open(BytesIO(source), formats=FORMATS)
+            with warnings.catch_warnings(action="ignore"):  # of many pixels, which are refused here
+                source = Image.open(BytesIO(source), formats=FORMATS)
+        except Image.DecompressionBombError as error:
+            raise ValueError(f"{name}: expected at most {MAX_PIXELS} pixels") from error
         except Exception as error:  # a decoder can raise anything
             raise ValueError(f"{name}: cannot be read: expected {EXPECTED}") from error
     if not isinstance(source, Image.Image):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,8 @@ class Picture:
     rows: npt.NDArray[np.intp]
     inputs: dict[str, Any]
 
-    def keys(self) -> list[int]:
+    @property
+    def token_keys(self) -> list[int]:
         """What stands for its tokens where equal tokens mean equal K/V: no token has such an id,
         and no other picture has all of them."""
         words = [int.from_bytes(self.digest[i * 8 : i * 8 + 8], "little") for i in range(WORDS)]
@@ -42,7 +44,7 @@ class Sight:
     """The pictures of a prompt and their places.
 
     Attributes:
-        keys: the prompt's tokens, those of pictures replaced by :meth:`Picture.keys`.
+        keys: the prompt's tokens, those of pictures replaced by :attr:`Picture.token_keys`.
         places: ``[P]`` int32, for each token the number of its feature among those of all pictures;
             -1: it has none.
         positions: ``[3, P]`` int32, of the tokens in time, height and width; None: the model counts
@@ -67,7 +69,7 @@ class Sight:
         self.places = np.full(len(tokens), -1, np.int32)
         self.places[at] = np.arange(len(at), dtype=np.int32)
         self.keys = list(tokens)
-        for i, key in zip(at, (key for p in pictures for key in p.keys()), strict=True):
+        for i, key in zip(at, chain(*(each.token_keys for each in pictures)), strict=True):
             self.keys[i] = key
 
 

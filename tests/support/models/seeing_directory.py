@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for part in m.content %}"
     "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"

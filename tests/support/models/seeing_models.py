@@ -62,11 +62,11 @@ def grid(rng: np.random.Generator) -> tuple[Inputs, int]:
     return {"pixel_values": pixels, "image_grid_thw": np.array([[1, h, w]])}, h * w // 4
 
 
-def square(num_tokens: int) -> Callable[[np.random.Generator], tuple[Inputs, int]]:
+def square(num_tokens: int, size: int = 32) -> Callable[[np.random.Generator], tuple[Inputs, int]]:
     """Images of one size."""
 
     def image(rng: np.random.Generator) -> tuple[Inputs, int]:
-        pixels = rng.normal(size=(1, 3, 32, 32)).astype(np.float32)
+        pixels = rng.normal(size=(1, 3, size, size)).astype(np.float32)
         return {"pixel_values": pixels}, num_tokens
 
     return image
@@ -109,9 +109,37 @@ SIGLIP: Config = {"model_type": "siglip_vision_model"}
 MROPE: Config = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
 
 DEEP: Config = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+SIZED: Config = {"model_type": "pixtral", "head_dim": 8}
+LLAMA_4: Config = {
+    "rope_parameters": {
+        "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1, "rope_type": "default",
+        "original_max_position_embeddings": 8,
+    },
+}  # fmt: skip
+PLAIN: Config = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+FLAT = DEEP | {"deepstack_visual_indexes": []}
 KINDS = {
     "aya_vision": Kind(square(4), {}, SIGLIP, {"alignment_intermediate_size": 64}),
     "gemma3": Kind(square(4), {"query_pre_attn_scalar": 8, "mm_tokens_per_image": 4}, SIGLIP, {}),
+    "gemma4": Kind(
+        square(4, 48),
+        {
+            "num_hidden_layers": 4,
+            "global_head_dim": 8,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_kv_shared_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "default_output_length": 4,
+            "position_embedding_size": 64,
+        },
+        {"audio_token_id": 124},
+    ),
     "glm4v": Kind(
         grid,
         {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 0, 1]}},
@@ -120,9 +148,10 @@ KINDS = {
     ),
     "idefics3": Kind(tiles, {}, {"model_type": "idefics3"}, {}),
     "internvl_chat": Kind(square(4), {}, {"model_type": "intern_vit_6b"}, {}),
-    "llava": Kind(square(16), {}, CLIP, {"vision_feature_layer": -1}),
-    "mistral3": Kind(sized(2), {"model_type": "ministral3"}, {"model_type": "pixtral"}, {}),
-    "pixtral": Kind(sized(1), {"model_type": "mistral"}, {"model_type": "pixtral"}, {}),
+    "llava": Kind(square(16), {"model_type": "llama"}, CLIP, {"vision_feature_layer": -1}),
+    "mistral3": Kind(sized(2), PLAIN | {"model_type": "mistral"}, SIZED, {}),
+    "mistral3 ministral3": Kind(sized(2), LLAMA_4 | {"model_type": "ministral3"}, SIZED, {}),
+    "pixtral": Kind(sized(1), {"model_type": "mistral"}, SIZED, {}),
     "qwen2_vl": Kind(grid, MROPE, {"model_type": "qwen2_vl", "hidden_size": 32}, {}),
     "qwen2_5_vl": Kind(
         grid,
@@ -132,22 +161,15 @@ KINDS = {
     ),
     "qwen3_vl": Kind(grid, MROPE, DEEP | {"model_type": "qwen3_vl"}, {}),
     "qwen3_vl_moe": Kind(grid, MROPE | EXPERTS, DEEP | {"model_type": "qwen3_vl_moe"}, {}),
-    "qwen3_5": Kind(
-        grid, LINEAR, DEEP | {"model_type": "qwen3_5", "deepstack_visual_indexes": []}, {}
-    ),
-    "qwen3_5_moe": Kind(
-        grid,
-        LINEAR | EXPERTS,
-        DEEP | {"model_type": "qwen3_5_moe", "deepstack_visual_indexes": []},
-        {},
-    ),
+    "qwen3_5": Kind(grid, LINEAR, FLAT | {"model_type": "qwen3_5"}, {}),
+    "qwen3_5_moe": Kind(grid, LINEAR | EXPERTS, FLAT | {"model_type": "qwen3_5_moe"}, {}),
     "smolvlm": Kind(tiles, {}, {"model_type": "smolvlm_vision"}, {}),
 }
 
 
 def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A tiny model with random float32 weights; `changes` are of its text and of the whole."""
-    kind, module = KINDS[name], import_module(f"mlx_vlm.models.{name}")
+    kind, module = KINDS[name], import_module(f"mlx_vlm.models.{name.split()[0]}")
     text = module.TextConfig.from_dict(TEXT | kind.text | changes)
     vision = module.VisionConfig.from_dict(VISION | kind.vision)
     known = module.ModelConfig.__dataclass_fields__
@@ -155,10 +177,13 @@ def build(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     mx.random.seed(seed)
     model: nn.Module = module.Model(
         module.ModelConfig(
-            **{"model_type": name} | whole | {"text_config": text, "vision_config": vision}
+            **{"model_type": name.split()[0]}
+            | whole
+            | {"text_config": text, "vision_config": vision}
         )
     )
     model.update(tree_map(_spread, model.parameters()))
+    model.eval()
     mx.eval(model.parameters())
     return model
 
