@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.sampling_params import SamplingParams
@@ -36,12 +36,6 @@ class Grammar(Protocol):
     def copy(self, tokens: Sequence[int]) -> Self: ...
 
 
-class Sight(Protocol):
-    """The images of a prompt; ``vision/sight.py`` implements it."""
-
-    keys: list[int]  # the prompt's tokens; ids of no token stand for those of images
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence that the engine generates.
@@ -57,7 +51,7 @@ class Request:
     seed: int  # of its random stream
     priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
     salt: bytes = b""  # only requests with equal salts share K/V
-    sight: Sight | None = None  # the images of its prompt
+    sight: Any = None  # the images of its prompt, as vision/sight.py describes them
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
     # Its next token is chosen on the host (beam search), before the next step.
     synchronous: bool = False

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
-from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Runner, SampledToken
 

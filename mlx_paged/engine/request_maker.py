@@ -8,7 +8,7 @@ import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require, require_flags
 from mlx_paged.engine.text import PromptEncoder
-from mlx_paged.request import Request, Sight
+from mlx_paged.request import Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams, check_biases
 
@@ -79,7 +79,7 @@ class RequestMaker:
         seed: int | None,
         priority: int,
         salt: bytes,
-        sight: Sight | None = None,
+        sight: Any = None,
     ) -> Request:
         """A request, with the sight of its tokens or this one; without a seed it gets a random one.
         Raises ValueError for its grammar."""

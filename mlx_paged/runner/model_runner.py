@@ -104,8 +104,9 @@ class ModelRunner:
         self.pool = pool
         self.batching = profile.batching
         self.caches = make_caches(model, pool, places)
-        self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
-        self.states = RecurrentStates([c for c in leaves(self.caches) if isinstance(c, ArraysCache)])
+        flat = list(leaves(self.caches))
+        self.layers = [c for c in flat if isinstance(c, PagedLayerCache)]
+        self.states = RecurrentStates([c for c in flat if isinstance(c, ArraysCache)])
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
@@ -351,8 +352,7 @@ class ModelRunner:
 
     def _narrowed(self, batch: Batch) -> AbstractContextManager[None]:
         """A context in which the last layer computes only the sampled rows, if that saves time."""
-        num_skipped = batch.num_tokens - batch.num_sampled_rows
-        is_worth_it = batch.num_sampled_rows > 0 and num_skipped >= WORTH_SKIPPING
+        is_worth_it = 0 < batch.num_sampled_rows <= batch.num_tokens - WORTH_SKIPPING
         if self.last_layer is None or not is_worth_it:
             return nullcontext()
 

@@ -36,13 +36,13 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
     try:
         if "messages" not in fields:
             return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
+        given, sees = images.taken(fields["messages"]), model.eyes and tokenizer.has_chat_template
+        require(not given or sees, "messages", "text only: this model sees no images", "one")
         if not tokenizer.has_chat_template:
             name, is_free = "continue_final_message", not fields["continue_final_message"]
             require(is_free, name, "nothing, for the model has no chat template", True)
             text = convert_chat(fields["messages"], fields["role_mapping"])
             return [Prompt(_tokens(model, text, fields), "", "normal")]
-        given = images.taken(fields["messages"])
-        require(not given or model.eyes, "messages", "text only: this model sees no images", "one")
         own, _ = thinking.template_args(model, fields)
         text = _rendered(tokenizer, fields, template_args | own | fields["chat_template_kwargs"])
         if given and model.eyes is not None:

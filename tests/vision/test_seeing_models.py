@@ -1,6 +1,7 @@
 """Models of mlx-vlm in a batch answer as mlx-vlm does with one prompt at a time."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import mlx.nn as nn
 import pytest
@@ -13,6 +14,7 @@ from mlx_paged.vision.host import SEEING
 from tests.support.models import seeing_models as tiny
 
 MAX_TOKENS = 6
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "vision.md"
 
 
 def mixed(model: nn.Module, name: str) -> list[list[int]]:
@@ -46,7 +48,9 @@ def test_sixteen_requests_answer_as_each_alone(name):
     prompts = mixed(model, name)
     expected = [tiny.alone(model, prompt, MAX_TOKENS) for prompt in prompts]
     assert len({tuple(answer) for answer in expected}) > 8
-    assert answers(make(model), prompts) == expected
+    engine = make(model)
+    assert answers(engine, prompts) == expected
+    assert f"| {name} | {engine.manager.profile.batching} |" in DOCUMENT.read_text()
 
 
 def test_every_architecture_that_is_served_is_tried_here():
