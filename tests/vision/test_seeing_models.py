@@ -61,9 +61,9 @@ def test_every_architecture_that_is_served_is_tried_here():
 def test_preempted_requests_answer_the_same(name):
     model = tiny.build(name)
     prompts = mixed(model, name)[:6]
-    expected = [tiny.alone(model, prompt, MAX_TOKENS) for prompt in prompts]
-    engine = make(model, num_blocks=12, prefix_cache=False)
-    assert answers(engine, prompts) == expected
+    expected = [tiny.alone(model, prompt, 20) for prompt in prompts]
+    engine = make(model, num_blocks=10, prefix_cache=False)
+    assert [done.tokens for done in engine.generate(prompts, max_tokens=20)] == expected
     assert engine.stats.preemptions > 0
 
 
@@ -112,7 +112,8 @@ def test_an_image_is_a_part_of_the_prefix(name):
     later = engine.generate(same[1:], max_tokens=MAX_TOKENS)
     assert [*first, *(done.tokens for done in later)] == expected[:8]
     assert engine.runner.model.pictures.num_computed == 1
-    assert min(done.cached_prompt_tokens for done in later) >= len(same[0]) - 3 - 8
+    if not engine.manager.profile.recurrent:  # else up to a snapshot
+        assert min(done.cached_prompt_tokens for done in later) >= len(same[0]) - 3 - 8
     (done,) = engine.generate([other], max_tokens=MAX_TOKENS)
     assert done.tokens == expected[8] and done.cached_prompt_tokens <= len(text[0]) + 1
     assert engine.runner.model.pictures.num_computed == 2
@@ -138,7 +139,7 @@ def test_parts_and_unknown_models_are_refused_when_the_engine_is_made():
     with pytest.raises(ValueError, match=r"is a part of a model: expected the first value"):
         make(model.language_model)
     stranger = type("Model", (nn.Module,), {"__module__": "mlx_vlm.models.mllama.mllama"})()
-    stranger.language_model = nn.Module()
+    stranger.layers, stranger.language_model = [], nn.Module()
     stranger.language_model.config = None
     stranger.get_input_embeddings = None
     with pytest.raises(UnsupportedModelError, match="mllama of mlx-vlm is refused: its images"):
