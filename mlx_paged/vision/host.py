@@ -3,6 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from importlib.metadata import version
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -176,6 +177,11 @@ class SeeingModel(nn.Module):
     @property
     def model_type(self) -> str:
         return str(self.vlm.config.model_type)
+
+    @property
+    def identity(self) -> list[str]:
+        """What K/V depends on beside weights and `args`."""
+        return [version("mlx-vlm"), repr(self.vlm.config)]
 
     @property
     def seconds_of_images(self) -> float:

@@ -182,6 +182,8 @@ class ImageCalls(RandomCalls):
         if max(keys) < self.first:
             return keys, salt
         tokens = [self.place if key >= self.first else key for key in keys]
+        if self.rng.random() < 0.2:  # the same tokens, without an image
+            return tokens, salt
         places = np.array([key >= self.first for key in keys])
         sight: Any = SimpleNamespace(keys=keys, places=places)
         return SeenPrompt(tokens, sight), salt
