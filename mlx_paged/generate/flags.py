@@ -98,7 +98,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "prompts: --prompt, --prompts-file or both": (
         ("--prompt -p", TEXTS, [], "TEXT", "prompt text; '-' reads stdin; may be repeated"),
         ("--prompts-file", str, None, "FILE.jsonl", 'JSON lines with "prompt" or "messages"'),
-        ("--image", TEXTS, [], "FILE", "image of each --prompt, with --vision; may be repeated"),
+        ("--image", TOKENS, (), "FILE", "images of each --prompt, with --vision"),
         ("--system-prompt", str, None, "TEXT", "system message for the chat template"),
         ("--ignore-chat-template", SWITCH, False, "", "do not apply the model's chat template"),
         ("--chat-template-config", _json_object, None, "JSON", CONFIG),

@@ -19,7 +19,6 @@ pytest_plugins = ["tests.support.commands.generate_fixtures"]
 OTHER_DEFAULTS = {
     "prompt": "mlx_lm.generate takes one prompt, and has one of its own",
     "prefill_step_size": "a chunk runs beside streams here, so it is smaller",
-    "image": "it may be repeated",
 }
 OBEYED = {
     *("--model", "--trust-remote-code", "--adapter-path", "--extra-eos-token", "--system-prompt"),
