@@ -6,15 +6,20 @@ from mlx_paged.vision.images import of_data_url
 
 Part = dict[str, Any]
 
+IMAGES = ("image_url", "image", "input_image")
+"""Kinds of parts: of chat completions, of the Messages API, of the Responses API."""
+
 
 def is_image(part: Any) -> bool:
     """Whether a part of a message's content is an image."""
-    return isinstance(part, dict) and part.get("type") in ("image_url", "image")
+    return isinstance(part, dict) and part.get("type") in IMAGES
 
 
 def image_part(part: Part, name: str) -> Part:
-    """The part as chat templates know it, with the bytes of OpenAI's `image_url`, a data URL.
-    Raises ValueError, which has the part's name, for another URL."""
+    """The part as chat templates know it, with the bytes of `image_url`, a data URL. Raises
+    ValueError, which has the part's name, for another URL."""
+    if isinstance(part.get("bytes"), bytes):  # no JSON has these
+        return part
     url = part.get("image_url")
     url = url.get("url") if isinstance(url, dict) else url
     return {"type": "image", "bytes": of_data_url(url, name)}

@@ -92,6 +92,16 @@ def test_anthropics_messages_take_images(server, alone):
     assert "".join(part.text for part in done.content) == alone(TEXT, tiny.png(3))
 
 
+def test_responses_take_images(server, alone):
+    image = {"type": "input_image", "image_url": url(tiny.png(5))["image_url"]["url"]}
+    parts = [image, {"type": "input_text", "text": ASK}]
+    asked = [{"role": "user", "content": parts}]
+    done = client(server).responses.create(
+        model=MODEL, input=asked, max_output_tokens=16, temperature=0
+    )
+    assert done.output_text.startswith(alone(TEXT, tiny.png(5)))
+
+
 BROKEN = tiny.png(1)[:80]
 LARGE = BytesIO()
 Image.new("1", (10_000, 10_000)).save(LARGE, "PNG")

@@ -1,6 +1,7 @@
 """Images that callers give: formats, sizes, broken files."""
 
 import base64
+import sys
 import zlib
 from io import BytesIO
 
@@ -8,6 +9,7 @@ import pytest
 
 Image = pytest.importorskip("PIL.Image", reason="needs pillow: pip install '.[vision]'")
 
+from mlx_paged.generate.__main__ import main
 from mlx_paged.vision import images
 
 
@@ -79,3 +81,12 @@ def test_a_data_url_has_the_bytes():
 def test_no_other_url_is_read(url):
     with pytest.raises(ValueError, match=r"messages\[0\]: expected"):
         images.of_data_url(url, "messages[0]")
+
+
+def test_without_mlx_vlm_the_flag_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mlx_vlm", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["--vision", "--prompt", "a"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert "mlx-vlm is absent" in line and "pip install 'mlx-paged[vision]'" in line
