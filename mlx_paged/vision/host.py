@@ -230,7 +230,8 @@ class SeeingModel(nn.Module):
         if not parts:
             return {}
         text = self.vlm.get_input_embeddings(batch.tokens[None])
-        rows = mx.concatenate([text.inputs_embeds[0], *(each.embeddings for each in parts)])
+        own = text.inputs_embeds[0]
+        rows = mx.concatenate([own, *(each.embeddings.astype(own.dtype) for each in parts)])
         found = {"inputs_embeds": _shaped(rows[mx.array(index)], batch)}
         if text.per_layer_inputs is not None:
             found["per_layer_inputs"] = _shaped(text.per_layer_inputs[0], batch)

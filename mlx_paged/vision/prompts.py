@@ -41,7 +41,7 @@ class Eyes:
                 alone = self._alone(prompt, pixels) if len(pixels) > 1 else []
             except Exception as error:  # a processor can raise anything
                 raise ValueError(f"the model's processor refuses the images: {error}") from error
-        num_places = int(np.isin(tokens, image_tokens(self._vlm.config)).sum())
+        num_places = int(np.isin(tokens, image_tokens(self._vlm.config, whole)).sum())
         if sum(len(picture.rows) for picture in alone) != num_places or not alone:
             alone = [self._picture(tokens, whole)]
         if not num_places or not whole:
@@ -62,8 +62,8 @@ class Eyes:
         digest = blake2b(digest_size=32)
         for name, value in tree_flatten(dict(sorted(inputs.items()))):
             digest.update(f"{name} {getattr(value, 'dtype', '')} {np.shape(value)}".encode())
-            digest.update(np.ascontiguousarray(value).data)
-        rows = np.flatnonzero(np.isin(tokens, image_tokens(self._vlm.config)))
+            digest.update(np.asarray(value).tobytes())
+        rows = np.flatnonzero(np.isin(tokens, image_tokens(self._vlm.config, inputs)))
         return Picture(digest.digest(), np.array(tokens, np.int32), rows, inputs)
 
     def _processed(self, prompt: str, pixels: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
@@ -94,7 +94,7 @@ def seen_prompt(vlm: Any, tokens: Sequence[int], pictures: Sequence[Picture]) ->
         tokens: those of the pictures included, which are the image tokens in their order.
         pictures: what the image tokens show.
     """
-    is_image = np.isin(tokens, image_tokens(vlm.config))
+    is_image = np.isin(tokens, image_tokens(vlm.config, pictures[0].inputs))
     positions, delta = None, 0
     if hasattr(vlm.language_model, "get_rope_index"):
         grids = [each.inputs["image_grid_thw"] for each in pictures]
@@ -108,10 +108,11 @@ def seen_prompt(vlm: Any, tokens: Sequence[int], pictures: Sequence[Picture]) ->
     return SeenPrompt(tokens, Sight(tokens, pictures, is_image, positions, delta))
 
 
-def image_tokens(config: Any) -> list[int]:
-    """The ids of tokens that stand for an image's features."""
+def image_tokens(config: Any, inputs: dict[str, Any]) -> list[int]:
+    """The ids of tokens that stand for an image's features: some processors name them."""
     names = ("image_token_id", "image_token_index")
-    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
+    known = vars(config) if names[1] not in inputs else inputs
+    return [int(known[name]) for name in names if known.get(name) is not None]
 
 
 def _as_numpy(value: Any) -> Any:

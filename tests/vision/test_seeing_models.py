@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 
 from mlx_paged import Engine, UnsupportedModelError
@@ -11,6 +13,7 @@ from mlx_paged import Engine, UnsupportedModelError
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
 
 from mlx_paged.vision.host import SEEING
+from mlx_paged.vision.sight import Picture
 from tests.support.models import seeing_models as tiny
 
 MAX_TOKENS = 6
@@ -144,6 +147,29 @@ def test_parts_and_unknown_models_are_refused_when_the_engine_is_made():
     stranger.get_input_embeddings = None
     with pytest.raises(UnsupportedModelError, match="mllama of mlx-vlm is refused: its images"):
         make(stranger)
+
+
+@pytest.mark.parametrize("name", ["pixtral", "qwen3_vl"])
+def test_in_half_precision_text_is_answered_as_without_images_beside(name):
+    model = tiny.build(name)
+    model.apply(lambda a: a.astype(mx.bfloat16) if mx.issubdtype(a.dtype, mx.floating) else a)
+    prompts = mixed(model, name)
+    texts = prompts[::4]
+    together = answers(make(model), prompts)
+    assert together[::4] == answers(make(model), texts)
+    assert together == [answers(make(model), [prompt])[0] for prompt in prompts]
+
+
+def test_a_processor_may_name_the_token_of_images():
+    model = tiny.build("internvl_chat")
+    image = tiny.picture("internvl_chat", 1)
+    tokens = np.where(image.tokens == tiny.IMAGE, 119, image.tokens).astype(np.int32)
+    inputs = image.inputs | {"image_token_index": np.array(119)}
+    named = Picture(image.digest, tokens, image.rows, inputs)
+    plain = tiny.prompt(model, "internvl_chat", image, tiny.words(1, 5))
+    prompt = tiny.prompt(model, "internvl_chat", named, tiny.words(1, 5))
+    assert prompt.sight.keys == plain.sight.keys
+    assert answers(make(model), [prompt]) == answers(make(model), [plain])
 
 
 def test_images_need_a_processor():
