@@ -12,7 +12,7 @@ from mlx_paged import Engine, UnsupportedModelError
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
 
-from mlx_paged.vision.host import SEEING
+from mlx_paged.vision.host import SEEING, SeeingModel
 from mlx_paged.vision.sight import Picture
 from tests.support.models import seeing_models as tiny
 
@@ -150,12 +150,21 @@ def test_parts_and_unknown_models_are_refused_when_the_engine_is_made():
 
 
 @pytest.mark.parametrize("name", ["pixtral", "qwen3_vl"])
-def test_in_half_precision_text_is_answered_as_without_images_beside(name):
+def test_in_half_precision_text_is_answered_as_without_images_beside(name, monkeypatch):
+    given, read = [], SeeingModel.arguments
+
+    def arguments(self, batch):
+        given.append(read(self, batch))
+        return given[-1]
+
+    monkeypatch.setattr(SeeingModel, "arguments", arguments)
     model = tiny.build(name)
     model.apply(lambda a: a.astype(mx.bfloat16) if mx.issubdtype(a.dtype, mx.floating) else a)
     prompts = mixed(model, name)
     texts = prompts[::4]
     together = answers(make(model), prompts)
+    dtypes = {each["inputs_embeds"].dtype for each in given if "inputs_embeds" in each}
+    assert dtypes == {mx.bfloat16}
     assert together[::4] == answers(make(model), texts)
     assert together == [answers(make(model), [prompt])[0] for prompt in prompts]
 
