@@ -121,7 +121,7 @@ def test_latents():
     assert_same_bits(case, prefixes)
 
 
-@pytest.mark.parametrize("count", [2, 5, 17, 40])
+@pytest.mark.parametrize("count", [2, 5, 40, 90])
 def test_shared_keys_are_read_from_one_table(count):
     """Sequences that say they share what they do not get the first one's keys."""
     contexts = [SPLIT + 70] * count
@@ -131,7 +131,7 @@ def test_shared_keys_are_read_from_one_table(count):
     prefixes = mx.array(np.stack([order, [0] + [common] * (count - 1)]).astype(np.int32))
     tables = np.array(case.block_tables)
     out, _ = attend(case, shared_prefixes=prefixes)
-    num_parts = -(-count * 2 // 64)  # rows of a KV head that fit together
+    num_parts = -(-count * 2 // 128)  # rows of a KV head that fit together
     size = count // num_parts + (num_parts > 1)
     parts = [order[i : i + size] for i in range(0, count, size)]
     for part in parts:

@@ -12,7 +12,7 @@ namespace mlx_paged::cpu {
 // on the other rows.
 inline constexpr int kKeyTile = 64;
 // The most query rows, pairs of (token, head), that share one pass over the keys of their KV head.
-inline constexpr int kMaxRows = 64;
+inline constexpr int kMaxRows = 128;
 // From this many rows on, packing a key tile costs less than it saves.
 inline constexpr int kPackedRows = 16;
 

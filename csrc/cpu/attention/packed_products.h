@@ -99,62 +99,77 @@ template <int kRows, int kColumns>
   }
 }
 
-// sum = a . panel over the elements kFirst, kFirst + kStep, ... of each row of a. It adds in the
-// order of score_block: with kStep = kLanes these are the lanes of its sums, whose halves sum_each
-// adds. So a row's scores do not depend on the number of rows.
-template <int kRows, int kColumns, int kFirst, int kStep>
-[[gnu::always_inline]] inline void sum_products(const float* a, int32_t a_stride,
-                                                const float* panel, int32_t depth,
-                                                Floats (&sum)[kRows][kColumns]) {
-  if constexpr (kStep < kLanes) {
-    Floats other[kRows][kColumns];
-    sum_products<kRows, kColumns, kFirst, 2 * kStep>(a, a_stride, panel, depth, sum);
-    sum_products<kRows, kColumns, kFirst + kStep, 2 * kStep>(a, a_stride, panel, depth, other);
-    for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < kColumns; ++i) {
-        sum[r][i] += other[r][i];
-      }
-    }
-    return;
+// The lanes of a row's sum in score_block are its elements kLane, kLane + kLanes, ..., whose halves
+// sum_each adds. The lanes are summed here one after another, in an order in which each half
+// is ready when the other one is: number kNumber is the lane whose bits are kNumber's in reverse.
+constexpr int reversed(int number) {
+  int lane = 0;
+  for (int bit = 1; bit < kLanes; bit *= 2) {
+    lane = 2 * lane + (number & bit ? 1 : 0);
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kColumns; ++i) {
-      sum[r][i] = Floats{};
-    }
+  return lane;
+}
+
+// The scores of one lane of kRows rows and the keys of a panel, to which the unfinished halves are
+// added that it completes. So a row's scores do not depend on the number of rows.
+template <int kRows, int kNumber>
+[[gnu::always_inline]] inline void score_lane(const float* q, int32_t q_stride, const float* panel,
+                                              int32_t depth, float* halves, float* scores) {
+  constexpr int kUnfinished = __builtin_popcount(kNumber);
+  constexpr int kCompleted = __builtin_ctz(kNumber + 1);
+  constexpr bool kIsLast = kNumber == kLanes - 1;
+  constexpr int kStride = kIsLast ? kKeyTile : kPanel;
+  Floats sum[kRows][kColumnBlock];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows * kColumnBlock; ++i) {
+    sum[i / kColumnBlock][i % kColumnBlock] = Floats{};
   }
-  for (int32_t k = kFirst; k < depth; k += kStep) {
-    for (int i = 0; i < kColumns; ++i) {
-      const Floats b = load(panel + k * kPanel + i * kLanes);
+  int32_t k = reversed(kNumber);
+  do {
+#pragma GCC unroll 4
+    for (int i = 0; i < kColumnBlock; ++i) {
+      const Floats keys = load(panel + k * kPanel + i * kLanes);
+#pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
-        sum[r][i] += b * broadcast(a[r * a_stride + k]);
+        sum[r][i] += keys * broadcast(q[r * q_stride + k]);
       }
+    }
+  } while ((k += kLanes) < depth);
+  float* to = kIsLast ? scores : halves + (kUnfinished - kCompleted) * kRows * kPanel;
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kColumnBlock; ++i) {
+#pragma GCC unroll 4
+      for (int half = kUnfinished - 1; half >= kUnfinished - kCompleted; --half) {
+        sum[r][i] += load(halves + (half * kRows + r) * kPanel + i * kLanes);
+      }
+      store(to + r * kStride + i * kLanes, sum[r][i]);
     }
   }
 }
 
 // The scores of kRows rows and the keys of a panel.
-template <int kRows>
+template <int kRows, int... kNumber>
 [[gnu::noinline]] void score_panel(const float* q, int32_t q_stride, const float* panel,
-                                   int32_t depth, float* scores) {
-  Floats sum[kRows][kColumnBlock];
-  sum_products<kRows, kColumnBlock, 0, 1>(q, q_stride, panel, depth, sum);
-  for (int r = 0; r < kRows; ++r) {
-    for (int i = 0; i < kColumnBlock; ++i) {
-      store(scores + r * kKeyTile + i * kLanes, sum[r][i]);
-    }
-  }
+                                   int32_t depth, float* scores,
+                                   std::integer_sequence<int, kNumber...>) {
+  float halves[__builtin_ctz(kLanes) * kRows * kPanel];
+  (score_lane<kRows, kNumber>(q, q_stride, panel, depth, halves, scores), ...);
 }
 
-// scores [num_rows, kKeyTile] = q [num_rows, depth] . packed keys. Calls after_block(row) after
+// scores [num_rows, kKeyTile] = q [num_rows, D] . packed keys. Calls after_block(row) after
 // each kRowBlock rows of the first panel.
 template <typename AfterBlock>
-void score_packed(const float* q, int32_t q_stride, int32_t num_rows, float* packed, int32_t depth,
-                  float* scores, AfterBlock after_block) {
+void score_packed(const float* q, int32_t q_stride, int32_t num_rows, float* packed,
+                  int32_t head_dim, float* scores, AfterBlock after_block) {
+  const int32_t depth = padded(head_dim);
   for (int32_t column = 0; column < kKeyTile; column += kPanel) {
-    const float* panel = packed_column(packed, padded(depth), kKeyTile, column);
+    const float* panel = packed_column(packed, depth, kKeyTile, column);
     for_row_blocks(num_rows, [&]<int kRows>(int32_t row) {
       score_panel<kRows>(q + row * q_stride, q_stride, panel, depth,
-                         scores + row * kKeyTile + column);
+                         scores + row * kKeyTile + column,
+                         std::make_integer_sequence<int, kLanes>());
       if (column == 0) {
         after_block(row);
       }
