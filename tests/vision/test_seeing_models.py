@@ -12,6 +12,7 @@ from mlx_paged import Engine, UnsupportedModelError
 
 pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
 
+from mlx_paged.vision import host
 from mlx_paged.vision.host import SEEING, SeeingModel
 from mlx_paged.vision.sight import Picture
 from tests.support.models import seeing_models as tiny
@@ -68,6 +69,21 @@ def test_preempted_requests_answer_the_same(name):
     engine = make(model, num_blocks=10, prefix_cache=False)
     assert [done.tokens for done in engine.generate(prompts, max_tokens=20)] == expected
     assert engine.stats.preemptions > 0
+
+
+def test_features_that_are_not_kept_are_computed_again(monkeypatch):
+    model = tiny.build("qwen2_vl")
+    prompts = [
+        tiny.prompt(model, "qwen2_vl", tiny.picture("qwen2_vl", seed), tiny.words(seed, 30))
+        for seed in (1, 2, 1, 2)
+    ]
+    expected = [tiny.alone(model, prompt, MAX_TOKENS) for prompt in prompts]
+    engine = make(model, prefix_cache=False, max_running=1)
+    pictures = engine.runner.model.pictures
+    monkeypatch.setattr(host, "KEPT_BYTES", 1)
+    assert answers(engine, prompts) == expected
+    last = pictures.of(prompts[-1].sight.pictures[0])
+    assert pictures.num_computed == 4 and pictures.nbytes == last.embeddings.nbytes
 
 
 def test_samples_forks_and_beams_see_the_image():
