@@ -146,6 +146,31 @@ KINDS = {
         {"model_type": "glm4v"},
         {},
     ),
+    "glm4v_moe": Kind(
+        grid,
+        EXPERTS
+        | {
+            "rope_scaling": {"type": "default", "mrope_section": [1, 0, 1]},
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+        },
+        {"model_type": "glm4v_moe"},
+        {},
+    ),
+    "glm_ocr": Kind(
+        grid,
+        {
+            "rope_parameters": {
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 1, 2],
+                "partial_rotary_factor": 1.0,
+                "rope_type": "default",
+            }
+        },
+        {"model_type": "glm_ocr"},
+        {},
+    ),
     "idefics3": Kind(tiles, {}, {"model_type": "idefics3"}, {}),
     "internvl_chat": Kind(square(4), {}, {"model_type": "intern_vit_6b"}, {}),
     "llava": Kind(square(16), {"model_type": "llama"}, CLIP, {"vision_feature_layer": -1}),
