@@ -24,26 +24,11 @@ KEPT_BYTES = 256 << 20
 """Bytes of pictures' features that are kept for later requests."""
 
 
-SEEING = frozenset(
-    [
-        "aya_vision",
-        "gemma3",
-        "gemma4",
-        "glm4v",
-        "idefics3",
-        "internvl_chat",
-        "llava",
-        "mistral3",
-        "pixtral",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "smolvlm",
-    ]
-)
+SEEING = {
+    "aya_vision", "gemma3", "gemma4", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "internvl_chat",
+    "llava", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "qwen3_5_moe", "smolvlm",
+}  # fmt: skip
 """Architectures of mlx-vlm whose answers are the same in a batch; docs/support.md."""
 
 BLIND = {
