@@ -15,6 +15,7 @@ from mlx_paged.ops.formats import checked_bits
 from mlx_paged.runner.ranks import rank
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
+from mlx_paged.vision.loading import load_seeing
 
 NUM_DRAFTS = 3
 GB = 10**9
@@ -110,6 +111,7 @@ MODEL: tuple[Flag, ...] = (
     ("--model", str, None, "", "directory or Hugging Face id (default: the built-in demo model)"),
     ("--adapter-path", str, None, "DIR", "directory with trained adapter weights"),
     ("--trust-remote-code", SWITCH, False, "", "let the tokenizer run code of the model"),
+    ("--vision", SWITCH, False, "", "load it by mlx-vlm: its prompts may have images"),
 )
 SAMPLING: tuple[Flag, ...] = (
     ("--temp", TEMPERATURE, 0.0, "T", "sampling temperature; 0 is greedy decoding"),
@@ -198,16 +200,24 @@ def demo_model_path() -> Path:
 
 
 def load_model(
-    name: str | None = None, adapter_path: str | None = None, trust_remote_code: bool = False
+    name: str | None = None,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    sees: bool = False,
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. Raises
-    ValueError if the model or the adapter does not exist or cannot be loaded."""
+    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. If it
+    `sees`, mlx-vlm loads it. Raises ValueError if the model or the adapter does not exist or cannot
+    be loaded."""
     path = str(demo_model_path()) if name is None else name
-    return load_with_config(path, adapter_path, trust_remote_code)[:2]
+    return load_with_config(path, adapter_path, trust_remote_code, sees)[:2]
 
 
 def load_with_config(
-    path: str, adapter_path: str | None, trust_remote_code: bool, **tokenizer_config: str
+    path: str,
+    adapter_path: str | None,
+    trust_remote_code: bool,
+    sees: bool = False,
+    **tokenizer_config: str,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """A model, its tokenizer and its configuration. Under mlx.launch the weights are read when they
     are used. Raises ValueError as :func:`load_model`."""
@@ -215,7 +225,11 @@ def load_with_config(
         raise ValueError(f"adapter {adapter_path}: no such directory")
     if not Path(path).exists() and not _may_be_hub_id(path):
         raise ValueError(f"model {path}: no such directory")
+    if sees and adapter_path is not None:
+        raise ValueError("--adapter-path is given beside --vision: expected one of them")
     try:
+        if sees:
+            return load_seeing(path, **tokenizer_config)
         loaded: tuple[nn.Module, TokenizerWrapper, dict[str, Any]] = load(
             path,
             adapter_path=adapter_path,

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 from weakref import ReferenceType
 
 from mlx_paged.kv.snapshots import Snapshot
@@ -52,6 +52,7 @@ class Request:
     seed: int  # of its random stream
     priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
     salt: bytes = b""  # only requests with equal salts share K/V
+    sight: Any = None  # the images of its prompt, as vision/sight.py describes them
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
     # Its next token is chosen on the host (beam search), before the next step.
     synchronous: bool = False
@@ -80,6 +81,7 @@ class Request:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     # Of each prompt token, as far as known; None: not wanted.
     prompt_logprobs: list[PromptLogprob | None] | None = None
+    seen_keys: list[int] = field(default_factory=list)  # the known ones of `keys` with a sight
     grammar: Grammar | None = None  # that its generated tokens follow
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
@@ -90,6 +92,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.tokens)
+
+    @property
+    def keys(self) -> list[int]:
+        """What its K/V depends on: its tokens, and for those of images what these show."""
+        if self.sight is None:
+            return self.tokens
+        self.seen_keys = self.seen_keys or list(self.sight.keys)
+        self.seen_keys += self.tokens[len(self.seen_keys) :]
+        return self.seen_keys
 
     @property
     def num_tokens(self) -> int:
@@ -118,7 +129,7 @@ class Request:
         known = self.prompt_logprobs or ()
         lacking = (p + 1 for p in self.scored(0, self.num_prompt) if known[p + 1] is None)
         first = next(lacking, None)
-        return self.tokens if first is None else self.tokens[:first]
+        return self.keys if first is None else self.keys[:first]
 
     @property
     def snapshot_before(self) -> Snapshot | None:

@@ -59,6 +59,8 @@ def _divided(argv: list[str]) -> tuple[list[str], list[str]]:
 def _for_python(program: list[str]) -> list[str]:
     """The program as arguments of Python. Raises ValueError if there is no such program."""
     name, *arguments = program or [""]
+    if Path("".join(arguments[:1]) if name == "-m" else name).name.split(".")[0] == "mlx_vlm":
+        raise ValueError("mlx_vlm has caches of its own, to which the patch does nothing")
     if name == "-m":
         if not _spec(module := "".join(arguments[:1])):
             raise ValueError(f"argument -m: expected a Python module, got {module!r}")

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
-from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Runner, SampledToken
 
@@ -155,7 +154,7 @@ class BeamSearch:
         # Searches under way by the request id of each hypothesis; takes this one.
         searches: "dict[int, BeamSearch]",
         # Makes a request of tokens, params, a seed, a priority and a salt.
-        make_request: Callable[[list[int], SamplingParams, int, int, bytes], Request],
+        make_request: Callable[..., Request],
         vocab_size: int | None,  # tokens that can be candidates; None: unknown
     ) -> None:
         num_candidates = min(group.num_candidates, vocab_size or group.num_candidates)
@@ -225,7 +224,8 @@ class BeamSearch:
     def _fork(self, survivor: Survivor, scheduler: Scheduler, runner: Runner[Any]) -> Request:
         parent, root = self._live[survivor.parent], self.root
         tokens = [*parent.tokens, survivor.token]
-        child = self._make_request(tokens, root.params, 0, root.priority, root.salt)
+        told = root.priority, root.salt, (), root.sight
+        child = self._make_request(tokens, root.params, 0, *told)
         child.num_prompt, child.logprobs = root.num_prompt, [*parent.logprobs, survivor.logprob]
         child.synchronous = True
         child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)

@@ -158,7 +158,7 @@ class EngineCore:
         params = checked_params("add_samples", params, options, self._encode)
         tokens, queued = self._encode(prompt), (priority, cache_salt.encode(), ends)
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
-        requests = [self._make_request(list(tokens), params, s, *queued) for s in seeds]
+        requests = [self._make_request(tokens, params, s, *queued) for s in seeds]
         leader, *leader.samples = requests
         self._admit(requests, lambda: self.scheduler.add(leader))
         return [request.id for request in requests]
@@ -236,7 +236,8 @@ class EngineCore:
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         continuation = self._encode(suffix, continues=True)
         tokens, seed = parent.tokens + continuation, None if inherits else given.seed
-        child = self._make_request(tokens, given, seed, parent.priority, parent.salt)
+        told = seed, parent.priority, parent.salt, (), parent.sight
+        child = self._make_request(tokens, given, *told)
         child.keep_blocks = keep
         self.scheduler.check_fits(child)
         if inherits and parent.grammar is not None:

@@ -27,6 +27,8 @@ from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.vision.host import hosted
+from mlx_paged.vision.sight import SeenPrompt
 
 OPTIONS = {field.name for field in fields(EngineConfig)}
 WATERMARK = 0.01  # part of the pool that must stay free when a request is admitted while others run
@@ -39,7 +41,8 @@ class Engine(WaitingCalls):
     its next token and computes a bounded piece of the prompts that are still waiting.
 
     Args:
-        model: an mlx-lm model, e.g. the first value of ``mlx_lm.load``.
+        model: an mlx-lm model, e.g. the first value of ``mlx_lm.load``, or one of mlx-vlm, which
+            sees images (docs/vision.md).
         tokenizer: the second value, or a tokenizer of transformers. Without it prompts are token
             ids and outputs have no text.
         block_size: token slots in a block.
@@ -134,6 +137,9 @@ class Engine(WaitingCalls):
     ) -> None:
         options = {name: each for name, each in locals().items() if name in OPTIONS}
         require_model("Engine", "model", model)
+        if (host := hosted(model, tokenizer)) is not None:
+            model, tokenizer = host
+        self._eyes = getattr(model, "eyes", None)
         tokenizer = _with_detokenizer(tokenizer)
         config = EngineConfig(**options)
         log = TickLog(spike_ms=spike_ms, profile=profile)
@@ -189,6 +195,24 @@ class Engine(WaitingCalls):
         self.prewarm = prewarm
         # The last attribute: these die after the arrays of a step under way.
         self._holders = [each.holder for each in models.limits]
+
+    def with_images(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
+        """A prompt with images, for any call that takes a prompt. Any thread may call this.
+
+        Args:
+            prompt: text with a place for each image, as the model's chat template writes it.
+            images: bytes of PNG, JPEG, WEBP, GIF or BMP files, or images of PIL.
+
+        Raises:
+            ValueError: the model sees nothing, an image is broken or too large, or the prompt has
+                other places.
+        """
+        if self._eyes is None:
+            raise ValueError(
+                "[with_images] images are given: expected a model and a processor of mlx-vlm"
+            )
+        seen: SeenPrompt = self._eyes(prompt, images)
+        return seen
 
     @property
     def manager(self) -> PooledModel:

@@ -88,10 +88,13 @@ class RequestMaker:
         priority: int,
         salt: bytes,
         turn_ends: Sequence[int] = (),
+        sight: Any = None,
     ) -> Request:
-        """A request; without a seed it gets a random one. Raises ValueError for its grammar."""
+        """A request, with the sight of its tokens or this one; without a seed it gets a random one.
+        Raises ValueError for its grammar."""
         seed = int(self._rng.integers(2**63)) if seed is None else seed
-        request = Request(self._next_id, tokens, params, seed, priority, salt)
+        sight = getattr(tokens, "sight", sight)
+        request = Request(self._next_id, [*tokens], params, seed, priority, salt, sight)
         request.grammar = self._grammars.start(params, len(tokens))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(tokens)

@@ -133,6 +133,10 @@ class PromptEncoder:
         """Token ids of a prompt. If it `continues` another prompt, it may be empty. Raises
         ValueError for an empty prompt, neither text nor token ids, a token outside the vocabulary,
         text without a tokenizer."""
+        if isinstance(prompt, list) and hasattr(prompt, "sight"):
+            if continues:
+                raise ValueError("[fork] suffix has images: expected text or token ids")
+            return prompt
         if not isinstance(prompt, str):
             tokens = _token_ids(prompt)
         elif continues and not prompt:
@@ -158,8 +162,8 @@ class PromptEncoder:
 
 def prompt_list(caller: str, prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """The prompts of a call, as a list: several, or one text or its token ids; else ValueError."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str) or hasattr(prompts, "sight"):
+        return [prompts]  # type: ignore[list-item]
     each = _items(caller, "prompts", prompts, "text, token ids, or a sequence of these")
     is_token = [isinstance(x, Integral) or getattr(x, "ndim", None) == 0 for x in each[:1]]
     return [each] if any(is_token) else each

@@ -63,14 +63,15 @@ def _prepare(
     ValueError for a wrong prompt, model or option, OSError for a file that cannot be read or
     written."""
     if rank():  # it has no prompts, and does not return
-        joined(load_model(args.model, args.adapter_path, args.trust_remote_code)[0])
+        joined(load_model(args.model, args.adapter_path, args.trust_remote_code, args.vision)[0])
     if args.resume and args.output is None:
         raise ValueError("--resume is given: expected --output beside it")
     specs = prompt_specs(args)
     for path in (args.output, args.stats_json, args.metrics_jsonl):
         if path is not None:  # a path that cannot be written fails before the work
             Path(path).open("a", encoding="utf-8").close()
-    model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
+    files = args.model, args.adapter_path, args.trust_remote_code
+    model, tokenizer = load_model(*files, args.vision)
     model = joined(model)
     try:
         for token in args.extra_eos_token:
@@ -78,7 +79,8 @@ def _prepare(
     except ValueError as error:
         raise ValueError(f"--extra-eos-token: {error}") from error
     params = params_of(args, tokenizer)
-    jobs = [make_job(i, spec, params, tokenizer, args) for i, spec in enumerate(specs, start=1)]
+    given = params, tokenizer, args, getattr(model, "eyes", None)
+    jobs = [make_job(i, spec, *given) for i, spec in enumerate(specs, start=1)]
     answered = read_answers(args.output, jobs) if args.resume else {}
     jobs = [job for job in jobs if job.number not in answered]
     if args.beams is None and any(j.count > 1 and j.params.temperature == 0 for j in jobs):

@@ -26,7 +26,6 @@ PENALTIES = {
 }
 
 REFUSED = {
-    "--image": "images are not supported",
     "--min-tokens-to-keep": "min-p keeps one token at least, and no other number",
     "--use-default-chat-template": "tokenizers have no default chat template",
     "--max-kv-size": "K/V is never cut to a size; --kv-memory limits the pool",
@@ -99,6 +98,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "prompts: --prompt, --prompts-file or both": (
         ("--prompt -p", TEXTS, [], "TEXT", "prompt text; '-' reads stdin; may be repeated"),
         ("--prompts-file", str, None, "FILE.jsonl", 'JSON lines with "prompt" or "messages"'),
+        ("--image", TOKENS, (), "FILE", "images of each --prompt, with --vision"),
         ("--system-prompt", str, None, "TEXT", "system message for the chat template"),
         ("--ignore-chat-template", SWITCH, False, "", "do not apply the model's chat template"),
         ("--chat-template-config", _json_object, None, "JSON", CONFIG),

@@ -16,6 +16,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
 from mlx_paged.outputs import Completion, likeliest
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.vision.images import MAX_BYTES
+from mlx_paged.vision.prompts import Eyes
 
 SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed")]
 """Fields of SamplingParams that may have a flag of the same name. The engine takes --seed."""
@@ -53,7 +55,9 @@ class Job:
         args = self.args
         search = args.beams, args.best_of, args.length_penalty, args.early_stopping
         model = args.model, args.adapter_path
-        text = repr((self.spec.id, self.tokens, self.params, self.n, search, model))
+        sight = getattr(self.tokens, "sight", None)
+        keys = self.tokens if sight is None else sight.keys
+        text = repr((self.spec.id, keys, self.params, self.n, search, model))
         return sha256(text.encode()).hexdigest()[:16]
 
     def max_kv_tokens(self, block_size: int) -> int:
@@ -76,7 +80,8 @@ class Job:
 def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
     """The prompts of the command line, then those of the prompts file. Raises ValueError if there
     is none or a line is wrong, OSError if the file cannot be read."""
-    specs = [PromptSpec(_prompt_text(prompt)) for prompt in args.prompt]
+    images = tuple(args.image)
+    specs = [PromptSpec(_prompt_text(prompt), images=images) for prompt in args.prompt]
     if args.prompts_file is not None:
         try:
             with Path(args.prompts_file).open(encoding="utf-8") as lines:
@@ -104,15 +109,19 @@ def make_job(
     params: SamplingParams,
     tokenizer: TokenizerWrapper,
     args: argparse.Namespace,
+    eyes: Eyes | None = None,
 ) -> Job:
-    """Encode a prompt and check its options. --seed gives each prompt a seed of its own, which does
-    not depend on the other prompts. Raises ValueError, which names the prompt's source."""
+    """Encode a prompt, its images by `eyes`, and check its options. --seed gives each prompt a seed
+    of its own, which does not depend on the other prompts. Raises ValueError, which names the
+    prompt's source."""
     try:
         params = replace(params, **spec.options)
         if args.seed is not None and params.seed is None:
             seed = int(np.random.default_rng([args.seed, number]).integers(2**63))
             params = replace(params, seed=seed)
-        tokens = _encode(spec, tokenizer, args)
+        if spec.images and eyes is None:
+            raise ValueError("images are given: expected --vision and a model that sees")
+        tokens = _encode(spec, tokenizer, args, eyes)
         if not tokens:
             raise ValueError("the prompt is empty")
         n = args.n if spec.n is None else spec.n
@@ -157,14 +166,21 @@ def _prompt_text(prompt: str) -> str:
     return prompt.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def _encode(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace) -> list[int]:
+def _encode(
+    spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace, eyes: Eyes | None
+) -> list[int]:
+    images = [_image(path) for path in spec.images]
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in CHAT_FLAGS}
         for name, value in ({'"messages"': spec.messages} | named).items():
             if value is not None:
                 raise ValueError(f"{name} needs a chat template, which is absent or ignored")
-        return list(tokenizer.encode(spec.prompt))
+        plain = spec.prompt or ""
+        return eyes(plain, images) if eyes and images else list(tokenizer.encode(plain))
     messages = list(spec.messages or [{"role": "user", "content": spec.prompt}])
+    if images:
+        text = {"type": "text", "text": messages[-1].get("content")}
+        messages[-1] = messages[-1] | {"content": [{"type": "image"}] * len(images) + [text]}
     if args.system_prompt is not None and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": args.system_prompt})
     begins = args.prefill_response is not None
@@ -176,4 +192,12 @@ def _encode(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namesp
         text = tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages: {error}") from error
+    if eyes and images:
+        return eyes(text, images)
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _image(path: str) -> bytes:
+    """The bytes of an image, as far as a reader needs them to refuse more."""
+    with Path(path).open("rb") as file:
+        return file.read(MAX_BYTES + 1)

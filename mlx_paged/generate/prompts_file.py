@@ -12,7 +12,7 @@ ALIASES = {"temp": "temperature"}
 FIELDS = {each.name: each.type for each in fields(SamplingParams)}
 NUMBERS = [name for name, kind in FIELDS.items() if kind in (int, float, int | None, float | None)]
 OPTIONS = [name for name in FIELDS if name not in ("logits_processors", "sampler")]  # no callables
-KEYS = (*OPTIONS, *ALIASES, "n", "priority")
+KEYS = (*OPTIONS, *ALIASES, "n", "priority", "images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class PromptSpec:
     id: Any = None  # the "id" of the line; the result repeats it
     n: int | None = None  # number of completions; None means the value of the command line
     priority: int = 0  # the policy "priority" starts lower numbers first
+    images: tuple[str, ...] = ()  # files that the prompt, or the chat's last message, begins with
 
     @property
     def title(self) -> str:
@@ -73,13 +74,16 @@ def _parse(entry: Any, source: str) -> PromptSpec:
     if unknown:
         raise ValueError(f'unknown key "{unknown[0]}": expected one of {", ".join(KEYS)}')
     n, priority = (_whole(entry, key) for key in ("n", "priority"))
+    images = entry.pop("images", [])
+    if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
+        raise ValueError('"images" must be a list of files')
     options = {ALIASES.get(key, key): value for key, value in entry.items()}
     if "logit_bias" in options:
         options["logit_bias"] = _biases(options["logit_bias"])
     SamplingParams(**options)  # raises ValueError for wrong values
     if options.keys() & set(GRAMMARS):  # one of them replaces any of the command line
         options = dict.fromkeys(GRAMMARS) | options
-    return PromptSpec(prompt, messages, options, source, request_id, n, priority or 0)
+    return PromptSpec(prompt, messages, options, source, request_id, n, priority or 0, (*images,))
 
 
 def _whole(entry: dict[str, Any], key: str) -> int | None:

@@ -78,7 +78,11 @@ def identity(model: nn.Module, tokenizer: Any, pooled: Pooled, weights: str) -> 
     options = getattr(model, "args", None)
     known = {
         "weights": weights,
-        "model": [type(model).__module__, type(model).__qualname__],
+        "model": [
+            type(model).__module__,
+            type(model).__qualname__,
+            *getattr(model, "identity", ()),
+        ],
         "options": getattr(options, "__dict__", None) or repr(options),
         "tokenizer": _vocabulary(tokenizer),
         "layout": [pooled.pool.block_size, str(pooled.plan)],  # shapes and kv_bits among it

@@ -66,11 +66,7 @@ class BatchTables:
     _num_appends: int  # to these tables, when they were copied
 
     def __init__(
-        self,
-        allocator: BlockAllocator,
-        group: int = 0,
-        padded: bool = False,
-        cascade: bool = False,
+        self, allocator: BlockAllocator, group: int = 0, padded: bool = False, cascade: bool = False
     ) -> None:
         self.group = group
         self.padded = padded
@@ -188,6 +184,7 @@ class Batch:
             tokens before these. Their rows of logits are the last ones.
         spans: of the sequences, in the order of their rows.
         seq_ids: the sequence of each span.
+        seen: the sight of each span that has one, the span's start and stop, and its first row.
         shared_keys: keys that sequences share with others, in the layer group with the most.
     """
 
@@ -224,10 +221,11 @@ class Batch:
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
+        firsts = zip(spans, self._first_rows.tolist(), strict=True)
+        self.seen = [(s.request.sight, s.start, s.stop, i) for s, i in firsts if s.request.sight]
         tables = tables or BatchTables.of_groups(allocator)
-        self.padding = 0
-        if tables[0].padded and self.decodes_only:
-            self.padding = row_bucket(self.num_tokens) - self.num_tokens
+        pads = tables[0].padded and self.decodes_only
+        self.padding = pads * (row_bucket(self.num_tokens) - self.num_tokens)
         self.positions = mx.array(self._padded(self._positions))
         self.forwards = self._forwards(allocator, tables)
         self.scored: list[tuple[Request, range]] = []

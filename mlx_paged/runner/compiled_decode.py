@@ -202,7 +202,8 @@ class CompiledDecode:
 
     def _final_states(self) -> States:
         """The states of a sequence of tokens 1, as soon as their forms stay."""
-        forms, tokens = (), self._first_tokens(1, FEWEST_COLUMNS, 0)
+        forms: Forms = ()
+        tokens = self._first_tokens(1, FEWEST_COLUMNS, 0)
         tokens[0] = tokens[0] + 1  # a lost state is noticed only if another token changes it
         while forms != (forms := forms_of(self._states.loaded)):
             self._plain(tokens)

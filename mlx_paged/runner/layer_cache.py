@@ -24,6 +24,7 @@ class UntrimmedCache(_BaseCache):
     """
 
     start_position = 0
+    _idx = 0  # mlx-vlm would compute it of all offsets, on the device
 
     def maybe_trim_front(self) -> None:
         """Keep all tokens."""

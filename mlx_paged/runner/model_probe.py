@@ -170,7 +170,7 @@ def probe(model: nn.Module) -> ModelProfile:
     are_rows = diverted and (diverts_states or not recurrent)
     batching = Batching.MIXED if are_rows else Batching.ALTERNATE
     decode = None
-    if name not in ONE_AT_A_TIME:
+    if name not in ONE_AT_A_TIME and not getattr(model, "one_at_a_time", False):
         with suppress(ValueError, TypeError):  # a row cannot have a position and mask of its own
             decode = _recorders(_trace(model, rows=TRACE_ROWS, length=1))
     if decode is None:
@@ -224,7 +224,7 @@ def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     if not isinstance(logits, mx.array):
         raise UnsupportedModelError(
             f"model type {model_type(model)} is refused: it returns {type(logits).__name__}, not "
-            "logits as mlx-lm's models; those of mlx-vlm are not served"
+            "logits as mlx-lm's models"
         )
     return caches
 

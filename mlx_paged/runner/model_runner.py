@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -105,8 +105,9 @@ class ModelRunner:
         self.pool = pool
         self.batching = profile.batching
         self.caches = make_caches(model, pool, places)
-        self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
-        states = [c for c in leaves(self.caches) if type(c) is ArraysCache]
+        flat = list(leaves(self.caches))
+        self.layers = [c for c in flat if isinstance(c, PagedLayerCache)]
+        states = [c for c in flat if isinstance(c, ArraysCache)]
         diverted = RecurrentRows.of(model) if profile.diverts_states else None
         self.states = RecurrentStates(states, diverted)
         self._is_recurrent = profile.recurrent
@@ -148,8 +149,9 @@ class ModelRunner:
             self.compiled.trace()
 
     @property
-    def _trace_seconds(self) -> float:
-        return 0.0 if self.compiled is None else self.compiled.traces.seconds
+    def _extra_seconds(self) -> float:
+        seconds = 0.0 if self.compiled is None else self.compiled.traces.seconds
+        return seconds + getattr(self.model, "seconds_of_images", 0.0)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
@@ -169,7 +171,7 @@ class ModelRunner:
                 snapshot.states = unpacked(snapshot.states)
             self.states.restore(request.id, snapshot.position, cast(States, snapshot.states))
         coming = None if before is None else before.coming
-        traced = self._trace_seconds
+        traced = self._extra_seconds
         requests: list[Request] = []
         logits: list[mx.array] = []
         newest: list[mx.array] = []
@@ -194,7 +196,7 @@ class ModelRunner:
                 logits.append(own)
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
-        step.extra_seconds += self._trace_seconds - traced
+        step.extra_seconds += self._extra_seconds - traced
         pending, self._loaded = self.pool.handles() + self._loaded, []
         if self._is_recurrent:
             for span in step.spans:
@@ -333,8 +335,7 @@ class ModelRunner:
         batches: Batches = []
         if together:
             batches.append((together, make(together, tables=self._tables)))
-        pieces = [piece for span in alone for piece in span.pieces()]
-        return batches + [([p], make([p], layout=Layout.CHUNK)) for p in pieces]
+        return batches + [([p], make([p], layout=Layout.CHUNK)) for s in alone for p in s.pieces()]
 
     def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
         """Spans that may share a forward of rows, and spans that each need their own."""
@@ -351,8 +352,7 @@ class ModelRunner:
 
     def _narrowed(self, batch: Batch) -> AbstractContextManager[None]:
         """A context in which the last layer computes only the sampled rows, if that saves time."""
-        num_skipped = batch.num_tokens - batch.num_sampled_rows
-        is_worth_it = batch.num_sampled_rows > 0 and num_skipped >= WORTH_SKIPPING
+        is_worth_it = 0 < batch.num_sampled_rows <= batch.num_tokens - WORTH_SKIPPING
         if self.last_layer is None or not is_worth_it:
             return nullcontext()
 
@@ -369,8 +369,9 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
+        seen = self.model.arguments(batch) if batch.seen else {}
         compiled, are_rows = self.compiled, batch.layout is Layout.ROWS
-        takes = compiled is not None and compiled.takes(batch)
+        takes = compiled is not None and not seen and compiled.takes(batch)
         states: AbstractContextManager[None] = nullcontext()
         if self._is_recurrent:
             states = self.states.computing(batch.spans, are_rows and not takes, batch.padding)
@@ -380,19 +381,18 @@ class ModelRunner:
             return scores.logits, scores
         axis = 0 if are_rows else 1
         rows = None if batch.samples_all else batch.sampled_rows
-        selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
-        with selected, states, self._narrowed(batch):
-            logits = self._graph(batch.inputs, batch.forwards)
+        with self.logit_rows.only(rows, axis), states, self._narrowed(batch):
+            logits = self._graph(batch.inputs, batch.forwards, **seen)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)[: batch.num_tokens if rows is None else None], None
 
-    def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
+    def _graph(self, inputs: mx.array, forwards: Sequence[Forward], **seen: Any) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
         with attention_hook(), self.cpu_layers.diverted():
-            logits: mx.array = self.model(inputs, cache=self.caches)
+            logits: mx.array = self.model(inputs, cache=self.caches, **seen)
         return logits
 
 

@@ -105,7 +105,7 @@ def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> 
 
 def _shared_tokens(request: Request, span: Span, block_size: int) -> int:
     """Number of the request's tokens in full blocks that the span computes."""
-    ours, theirs = request.tokens, span.request.tokens
+    ours, theirs = request.keys, span.request.keys
     start = stop = span.start // block_size * block_size
     if ours[:start] != theirs[:start]:
         return 0

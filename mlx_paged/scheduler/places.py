@@ -203,7 +203,7 @@ class Places:
         """Free the blocks. Prompts that begin with these tokens can still reuse them."""
         num_computed = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and num_computed:
-            self.allocator.register_tail(request.id, request.tokens, num_computed)
+            self.allocator.register_tail(request.id, request.keys, num_computed)
             if self._plan is not None:
                 self._plan.at_the_end(request)
         self.allocator.free(request.id)

@@ -108,9 +108,9 @@ class Scheduler(Places):
             if request.id not in self.allocator:
                 continue
             if self.prefix_cache and stop <= len(request.tokens):
-                self.allocator.register_prefix(request.id, request.tokens, stop)
+                self.allocator.register_prefix(request.id, request.keys, stop)
                 for snapshot in span.snapshots:
-                    self.allocator.attach_snapshot(request.id, request.tokens, snapshot)
+                    self.allocator.attach_snapshot(request.id, request.keys, snapshot)
             kept = stop if span.keep is None else span.keep  # wrong drafts lead back there
             self.allocator.trim(request.id, kept, offers=self.prefix_cache)
 

@@ -60,5 +60,5 @@ class SnapshotPlan:
             return
         position = request.num_computed - request.num_behind
         snapshot = Snapshot(position, before=request.snapshot_before)
-        if self._allocator.attach_snapshot(request.id, request.tokens, snapshot):
+        if self._allocator.attach_snapshot(request.id, request.keys, snapshot):
             request.snapshot = snapshot

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import OWN, Fields
+from mlx_paged.server.images import as_data_url, is_image, joined
 from mlx_paged.server.request_body import ContextExceeded, Refusal
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
@@ -156,7 +157,7 @@ def folded(system: str, turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
         is_first = not chat or chat[-1]["role"] == "system"
         role = "user" if is_system and not is_first else turn["role"]
         if chat and chat[-1]["role"] == role and (is_system or joins):
-            chat[-1]["content"] += "\n\n" + turn["content"]
+            chat[-1]["content"] = joined(chat[-1]["content"], turn["content"])
         else:
             chat.append(turn | {"role": role})
         joins = is_system and not is_first
@@ -171,7 +172,7 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     require(isinstance(content, str | list), name, "text or a list of blocks", content)
     is_blocks = isinstance(content, list)
     blocks = objects(content, name) if is_blocks else [{"type": "text", "text": content}]
-    texts, calls, thoughts = list[str](), list[Fields](), dict[str, Any]()
+    parts, calls, thoughts = list[Fields](), list[Fields](), dict[str, Any]()
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
@@ -184,11 +185,14 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             thoughts["reasoning_content"] = str(block.get("thinking"))
+        elif kind == "image" and role == "user":
+            parts.append(as_data_url(block))
         elif kind != "redacted_thinking" or role != "assistant":
-            texts.append(text_of([block], name))
-    if texts or calls:
+            parts.append({"type": "text", "text": text_of([block], name)})
+    if parts or calls:
         more = thoughts | ({"tool_calls": calls} if calls else {})
-        yield {"role": role, "content": "".join(texts)} | more
+        sees = any(map(is_image, parts))
+        yield {"role": role, "content": parts if sees else "".join(p["text"] for p in parts)} | more
 
 
 class Blocks:

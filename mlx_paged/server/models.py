@@ -28,6 +28,7 @@ from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.server.flags import engine_options
 from mlx_paged.server.request_body import Refusal
 from mlx_paged.server.templates import Abilities, tried
+from mlx_paged.vision.prompts import Eyes
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class Model:
     longest_token: int  # bytes
     abilities: Abilities  # of its chat template
     has_states: bool  # of recurrent layers, so that only prompts up to kept ones are shared
+    eyes: Eyes | None = None  # makes its prompts with images
     taken: int = 0  # completions that run or wait
     last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -178,7 +180,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         args.num_draft_tokens, args.kv_disk_gb = NUM_DRAFTS, None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     files = path, args.adapter_path, args.trust_remote_code
-    model, tokenizer, config = load_with_config(*files, **template)
+    model, tokenizer, config = load_with_config(*files, sees=args.vision, **template)
     try:
         model = joined(model)
         if args.use_default_chat_template and tokenizer.chat_template is None:
@@ -218,6 +220,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         longest_token=longest,
         abilities=abilities,
         has_states=not engine.scheduler.rewinds,
+        eyes=getattr(model, "eyes", None),
     )
 
 

@@ -10,9 +10,10 @@ from mlx_lm.server import convert_chat, process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import constraints, thinking
+from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import SAMPLING, Fields
+from mlx_paged.server.images import is_image
 from mlx_paged.server.models import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
@@ -38,6 +39,8 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
     try:
         if "messages" not in fields:
             return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
+        given, sees = images.taken(fields["messages"]), model.eyes and tokenizer.has_chat_template
+        require(not given or sees, "messages", "text only: this model sees no images", "one")
         if not tokenizer.has_chat_template:
             name, is_free = "continue_final_message", not fields["continue_final_message"]
             require(is_free, name, "nothing, for the model has no chat template", True)
@@ -46,11 +49,15 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
         own, _ = thinking.template_args(model, fields)
         chat_args = template_args | own | fields["chat_template_kwargs"]
         text = _rendered(tokenizer, fields, chat_args)
-        tokens = _tokens(model, text, fields, add_special_tokens=False)
         ends: tuple[int, ...] = ()
-        if model.has_states and not fields["continue_final_message"]:
-            render = partial(_render, tokenizer, fields["tools"], chat_args)
-            ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
+        if given and model.eyes is not None:
+            tokens: list[int] = model.eyes(text, given)
+            _check_context(model, fields, len(tokens), _num_new(fields))
+        else:
+            tokens = _tokens(model, text, fields, add_special_tokens=False)
+            if model.has_states and not fields["continue_final_message"]:
+                render = partial(_render, tokenizer, fields["tools"], chat_args)
+                ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
         return [Prompt(tokens, "", _first_state(tokenizer, tokens), ends)]
     except ContextExceeded:
         raise
@@ -141,7 +148,8 @@ def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int
 
 def _rendered(tokenizer: TokenizerWrapper, fields: Fields, template_args: dict[str, Any]) -> str:
     messages, continues = fields["messages"], fields["continue_final_message"]
-    process_message_content(messages)
+    own = (message for message in messages if not any(map(is_image, message.get("content") or ())))
+    process_message_content([*own])
     begins = fields["add_generation_prompt"]
     options = {"continue_final_message": True} if continues else {}
     options["add_generation_prompt"] = not continues if begins is None else begins

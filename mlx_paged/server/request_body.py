@@ -25,6 +25,7 @@ from mlx_paged.server.fields import (
     is_list,
     named_tool,
 )
+from mlx_paged.server.images import image_part, is_image
 
 
 class Refusal(Exception):
@@ -211,7 +212,11 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
         has_content = "content" in message or role == "assistant"
         require(has_content, f"{name}.content", "text", "nothing")
         content = message.get("content")
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for j, part in enumerate(parts):
+            if role == "user" and is_image(part):
+                parts[j] = image_part(part, f"{name}.content[{j}]")
+                continue
             is_text = isinstance(part, dict) and part.get("type") == "text"
             is_text = is_text and isinstance(part.get("text"), str | None)
             require(is_text, f"{name}.content", "text", part)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import OWN, Fields
+from mlx_paged.server.images import Part, image_part, is_image
 from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
 from mlx_paged.server.request_body import Refusal
 
@@ -98,6 +99,13 @@ def _text(content: Any, name: str) -> str:
     return text_of(given, name)
 
 
+def _seen(part: Any, name: str) -> Part:
+    """A part of a message with images."""
+    return (
+        image_part(part, name) if is_image(part) else {"type": "text", "text": _text([part], name)}
+    )
+
+
 def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The items as messages of a chat: what the assistant thinks, says and calls is one message."""
     said, empty = dict[str, Any](), {"role": "assistant", "content": ""}
@@ -131,7 +139,11 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             require(kind == "message", f"{name}.type", expected, kind)
             roles = {"user": "user", "system": "system", "developer": "system"}
             require(role in roles, f"{name}.role", f"assistant, {', '.join(roles)}", role)
-            content = _text(item.get("content"), f"{name}.content")
+            content, name = item.get("content"), f"{name}.content"
+            if role == "user" and isinstance(content, list) and any(map(is_image, content)):
+                content = [_seen(part, name) for part in content]
+            else:
+                content = _text(content, name)
             yield {"role": roles[str(role)], "content": content}
     if said:
         yield empty | said

@@ -182,6 +182,8 @@ def test_ctrl_c_reaches_the_program_alone(run, tmp_path):
         (["no.py"], "argument SCRIPT or COMMAND: expected a file or Python command, got 'no.py'"),
         (["ls"], "argument SCRIPT or COMMAND: expected a file or Python command, got 'ls'"),
         (["-m"], "argument -m: expected a Python module, got ''"),
+        (["-m", "mlx_vlm.generate"], "mlx_vlm has caches of its own, to which the patch does"),
+        (["mlx_vlm.generate"], "mlx_vlm has caches of its own, to which the patch does nothing"),
         (["-m", "mlx_lm.nothing"], "argument -m: expected a .* module, got 'mlx_lm.nothing'"),
         (["--block-size", "0", "x"], "argument --block-size: expected a whole .*, got '0'"),
         (["--kv-memory=x", "x"], "argument --kv-memory: expected a number of GB.*, got 'x'"),

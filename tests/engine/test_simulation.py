@@ -45,6 +45,13 @@ def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone(seed):
     assert not [name for name in seen if totals[name] < 35], "something hardly ever happened"
 
 
+def test_images_are_told_apart_by_their_keys_alone():
+    totals = counted("images", seed=7, num_schedules=100)
+    assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
+    for name in ("preemptions", "forks", "samples", "beams", "cached_tokens", "restored"):
+        assert totals[name] > 50, f"{name} hardly ever happened"
+
+
 @pytest.mark.slow
 def test_another_rank_reads_the_same_steps_and_keeps_nothing():
     totals = counted("ranks", seed=7, num_schedules=60)

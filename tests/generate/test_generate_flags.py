@@ -19,14 +19,13 @@ pytest_plugins = ["tests.support.commands.generate_fixtures"]
 OTHER_DEFAULTS = {
     "prompt": "mlx_lm.generate takes one prompt, and has one of its own",
     "prefill_step_size": "a chunk runs beside streams here, so it is smaller",
-    "image": "refused",
 }
 OBEYED = {
     *("--model", "--trust-remote-code", "--adapter-path", "--extra-eos-token", "--system-prompt"),
     *("--prompt", "-p", "--prefill-response", "--max-tokens", "-m", "--temp", "--top-p", "--min-p"),
     *("--top-k", "--xtc-probability", "--xtc-threshold", "--seed", "--ignore-chat-template"),
     *("--chat-template-config", "--verbose", "--prefill-step-size", "--help", "-h"),
-    *("--draft-model", "--num-draft-tokens"),
+    *("--draft-model", "--num-draft-tokens", "--image"),
     *("--kv-bits", "--kv-group-size", "--quantized-kv-start"),
 }
 """What this command has for each of them is tested here or in the other files of this folder."""
@@ -55,7 +54,7 @@ def test_defaults_are_those_of_mlx_lm():
         for name in names
         if hasattr(ours, name) and getattr(ours, name) != getattr(theirs, names[name])
     }
-    assert differing == OTHER_DEFAULTS.keys() - {"image"}
+    assert differing == OTHER_DEFAULTS.keys()
 
 
 @pytest.mark.parametrize("flag", [flag for flags in REFUSED for flag in flags.split()])

@@ -15,17 +15,28 @@ PACKAGE = Path(mlx_paged.__file__).parent
 
 REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
 MAY_IMPORT = {
-    "server": {"engine", "runner", "metrics", "kv", "cli", *REQUESTS},
-    "generate": {"engine", "runner", "metrics", "cli", *REQUESTS},
+    "server": {"engine", "vision", "runner", "metrics", "kv", "cli", *REQUESTS},
+    "generate": {"engine", "vision", "runner", "metrics", "cli", *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
     "run": {"arguments", "cli", "drop_in"},
     "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
     "engine": {
-        *("runner", "metrics", "scheduler", "attention", "sampling", "kv_disk", "kv", *REQUESTS)
+        *(
+            "vision",
+            "runner",
+            "metrics",
+            "scheduler",
+            "attention",
+            "sampling",
+            "kv_disk",
+            "kv",
+            *REQUESTS,
+        )
     },
-    "cli": {"kv", "ops", "runner", "scheduler"},
+    "vision": {"runner"},
+    "cli": {"vision", "kv", "ops", "runner", "scheduler"},
     "__main__": {"cli"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
@@ -51,7 +62,7 @@ NO_MLX = [
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("engine.waiting_calls", "sampling.grammar"),
     *("server.constraints", "server.fields", "server.messages", "server.request_body"),
-    "server.responses",
+    *("server.images", "server.responses", "vision.images", "vision.sight"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

@@ -109,7 +109,7 @@ def item(**content):
 OTHERS = {
     "role": (messages, {"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
     "content": (messages, {"messages": [{"role": "user", "contents": ""}]}, "messages[0].content"),
-    "block": (messages, block(type="image"), "messages[1].content"),
+    "block": (messages, block(type="document"), "messages[1].content"),
     "result": (messages, block(type="tool_result", content=""), "messages[1].content.tool_use_id"),
     "tool": (messages, {"messages": [USER], "tools": [{"input_schema": {}}]}, "tools[0].name"),
     "call": (responses, item(type="function_call", call_id="c", arguments="{}"), "input[1].name"),

@@ -70,7 +70,7 @@ BAD_BODIES = {
     "no messages": ({"messages": []}, "messages: expected a list"),
     "images": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "messages[0].content: expected text",
+        "messages[0].content[0]: expected a URL data:image",
     ),
     "unknown part": (
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},

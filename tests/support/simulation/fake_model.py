@@ -247,7 +247,7 @@ class FakeRunner:
 
     def _span(self, span: Span, wave: int, before: FakeLaunch | None) -> FakeSpan:
         request = span.request
-        tokens = request.tokens[: span.stop - len(span.drafts)] + list(span.drafts)
+        tokens = request.keys[: span.stop - len(span.drafts)] + list(span.drafts)
         coming = None
         if len(tokens) < span.stop:
             assert before is not None and len(span) == 1, "a token nobody chooses, or in a chunk"

@@ -50,7 +50,7 @@ class InjectedDrafter:
 
     def _drafts(self, request: Request, depth: int) -> list[int]:
         if request.id not in self._right:
-            prompt = request.tokens[: request.num_prompt]
+            prompt = request.keys[: request.num_prompt]
             solo = solo_run(self._model, prompt, request.params, request.seed, request.salt)
             self._right[request.id] = solo.tokens
         done = request.num_generated

@@ -2,10 +2,15 @@
 
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
+from mlx_paged.vision.sight import SeenPrompt
 from tests.support.simulation.fault_injection import FailingProcessor
 from tests.support.simulation.solo_runs import BeamOptions
 
@@ -124,7 +129,7 @@ class RandomCalls:
             length = len(known) if rng.random() < 0.5 else rng.randint(0, len(known))
             known = known[: min(length, longest - 1)]
         num_new = 1 if rng.random() < 0.1 else rng.randint(1, longest - len(known))
-        prompt = known + self.tokens(num_new)
+        prompt = known + self.of_prompt(num_new)
         self.histories.append((salt, prompt))
         return prompt, salt
 
@@ -136,6 +141,10 @@ class RandomCalls:
         if not self.setting.recurrent:
             return []
         return [self.rng.randint(0, len(prompt)) for _ in range(self.rng.choice((0, 0, 1, 3)))]
+
+    def of_prompt(self, count: int) -> list[int]:
+        """New tokens of a prompt."""
+        return self.tokens(count)
 
     def params(self, num_prompt: int) -> SamplingParams:
         """Greedy or not, with or without a seed, and maybe with a processor that fails."""
@@ -165,3 +174,35 @@ class RandomCalls:
 
     def _stop_token_ids(self) -> frozenset[int]:
         return frozenset(self.tokens(self.rng.choice((0, 0, 1, 3))))
+
+
+class ImageCalls(RandomCalls):
+    """Prompts with images of a few kinds. The tokens of all images are the same; their keys are
+    not, and the model of hashes reads keys."""
+
+    place = 0  # the token of an image
+    first = 1 << 62
+
+    def prompt(self) -> tuple[list[int], str]:
+        keys, salt = super().prompt()
+        if max(keys) < self.first:
+            return keys, salt
+        tokens = [self.place if key >= self.first else key for key in keys]
+        if self.rng.random() < 0.2:  # the same tokens, without an image
+            return tokens, salt
+        places = np.array([key >= self.first for key in keys])
+        sight: Any = SimpleNamespace(keys=keys, places=places)
+        return SeenPrompt(tokens, sight), salt
+
+    def of_prompt(self, count: int) -> list[int]:
+        keys = self.tokens(count)
+        if self.rng.random() < 0.6:
+            start, image = self.rng.randrange(count), self.rng.randrange(3)
+            size = len(keys[start : start + self.rng.choice((1, 3, 8))])
+            keys[start : start + size] = [self.first + 2 * image + i % 2 for i in range(size)]
+        return keys
+
+
+def keys_of(prompt: list[int]) -> list[int]:
+    """What the model of hashes reads."""
+    return prompt.sight.keys if isinstance(prompt, SeenPrompt) else prompt

@@ -33,7 +33,7 @@ from tests.support.simulation.fault_injection import FaultyRunner
 from tests.support.simulation.hash_model import VOCAB
 from tests.support.simulation.injected_drafts import InjectedDrafter, take_every_guess
 from tests.support.simulation.planned_runner import PlannedRunner
-from tests.support.simulation.random_calls import TINY_GROUPS, Setting
+from tests.support.simulation.random_calls import TINY_GROUPS, ImageCalls, Setting
 from tests.support.simulation.simulated_engine import Simulation, Structured, TurnWatch
 from tests.support.simulation.solo_runs import FakeSolo, MlxLmSolo, SoloModel
 from tests.support.simulation.structured_calls import (
@@ -202,7 +202,15 @@ def ranks_simulation(seed: int, index: int) -> Simulation:
     return fake_simulation(seed, index, runner_type=PlannedRunner)
 
 
+def image_simulation(seed: int, index: int) -> Simulation:
+    """Schedule `index` of `seed` with images in most prompts."""
+    simulation = fake_simulation(seed, index)
+    simulation.calls = ImageCalls(simulation.setting, simulation.rng, VOCAB)
+    return simulation
+
+
 MODELS = {
+    "images": image_simulation,
     "fake": fake_simulation,
     "ranks": ranks_simulation,
     "tiny": tiny_simulation,

@@ -13,7 +13,7 @@ from mlx_paged.scheduler import turns
 from mlx_paged.scheduler.step import Span, Step
 from tests.support.simulation.fault_injection import FaultyRunner
 from tests.support.simulation.planned_runner import PlannedRunner
-from tests.support.simulation.random_calls import RandomCalls, Setting
+from tests.support.simulation.random_calls import RandomCalls, Setting, keys_of
 from tests.support.simulation.solo_checks import SoloChecks, Ticket
 from tests.support.simulation.solo_runs import BeamOptions, SoloModel
 from tests.support.simulation.structured_calls import StructuredCalls, structured_solo
@@ -179,7 +179,7 @@ class Simulation:
             return
         child = self.engine.request(child_id)
         assert child is not None
-        tokens = list(child.tokens)
+        tokens = list(child.keys)
         assert len(tokens) == len(parent.tokens) + len(suffix), "not all that its parent has"
         assert parent.finish_reason or not parent.num_in_flight, "a token under way is left out"
         self.checks.fork(ticket, tokens, suffix)
@@ -243,6 +243,7 @@ class Simulation:
     ) -> None:
         request = self.engine.request(request_id)
         assert request is not None
+        prompt = keys_of(prompt)
         ticket = Ticket(prompt, request.params, request.seed, salt, beams)
         lengths = [processor.length for processor in ticket.params.logits_processors]
         length = self.calls.breaking_length(len(prompt), ticket.params.max_tokens)

@@ -1,0 +1,52 @@
+"""Images in the messages of a request. Imports no mlx."""
+
+from typing import Any
+
+from mlx_paged.vision.images import of_data_url
+
+Part = dict[str, Any]
+
+IMAGES = ("image_url", "image", "input_image")
+"""Kinds of parts: of chat completions, of the Messages API, of the Responses API."""
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, dict) and part.get("type") in IMAGES
+
+
+def image_part(part: Part, name: str) -> Part:
+    """The part as chat templates know it, with the bytes of `image_url`, a data URL. Raises
+    ValueError, which has the part's name, for another URL."""
+    if isinstance(part.get("bytes"), bytes):  # no JSON has these
+        return part
+    url = part.get("image_url")
+    url = url.get("url") if isinstance(url, dict) else url
+    return {"type": "image", "bytes": of_data_url(url, name)}
+
+
+def as_data_url(block: Part) -> Part:
+    """An image block of Anthropic's API as OpenAI's part."""
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Two contents as one, with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    return [*_parts(first), {"type": "text", "text": "\n\n"}, *_parts(second)]
+
+
+def taken(messages: list[Part]) -> list[bytes]:
+    """The images of messages in their order; the messages keep only their places."""
+    contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    return [part.pop("bytes") for parts in contents for part in parts if "bytes" in part]
+
+
+def _parts(content: Any) -> list[Part]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]

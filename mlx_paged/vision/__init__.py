@@ -1,0 +1,1 @@
+"""Models of mlx-vlm in the engine: prompts with images, beside prompts of text."""

@@ -1,0 +1,293 @@
+"""A model of mlx-vlm in the form of a model of mlx-lm."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.metadata import version
+from threading import Lock
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models import cache as stock
+
+from mlx_paged.runner.batch import Batch
+from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
+from mlx_paged.runner.ranks import Ranks
+from mlx_paged.runner.skip_unsampled import attached_to, override
+from mlx_paged.vision.prompts import Eyes
+from mlx_paged.vision.sight import Picture, Sight
+
+KEPT_BYTES = 256 << 20
+"""Bytes of pictures' features that are kept for later requests."""
+
+
+SEEING = {
+    "aya_vision", "gemma3", "gemma4", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "internvl_chat",
+    "llava", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "qwen3_5_moe", "smolvlm",
+}  # fmt: skip
+"""Architectures of mlx-vlm whose answers are the same in a batch; docs/support.md."""
+
+BLIND = {
+    "gemma3n": "it reads further inputs of each layer that its images change",
+    "llava_next": "its images have more embeddings than tokens",
+    "mllama": "its images are read by cross-attention, which has no blocks",
+    "paligemma": "the tokens of its prompts see later ones",
+}
+"""Reasons of others."""
+
+
+SCALED_BY_FIRST_ROW = ("ministral3", "mistral4")
+"""Text models that scale all rows' queries by the position of the first row."""
+
+
+def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None":
+    """A model of mlx-vlm in the form of mlx-lm's, and its tokenizer; None if it is no model of
+    mlx-vlm.
+
+    Raises:
+        UnsupportedModelError: its answers could be wrong.
+    """
+    if isinstance(model, SeeingModel):
+        return model, processor
+    package, *names = type(model).__module__.split(".")
+    if package != "mlx_vlm":
+        return None
+    kind = names[1] if len(names) > 1 else ""
+    if not (hasattr(model, "get_input_embeddings") and hasattr(model, "language_model")):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} of mlx-vlm is a part of a model: expected the first value of"
+            " mlx_vlm.load(path)"
+        )
+    reason = BLIND.get(kind)
+    options = getattr(model.language_model, "config", None)
+    if getattr(options, "use_bidirectional_attention", None) == "vision":
+        reason = "the tokens of an image see later ones"
+    if Ranks.of(model) is not None:
+        reason = "it runs on ranks"
+    if kind not in SEEING or reason is not None:
+        known = f"expected one of {', '.join(sorted(SEEING))}"
+        raise UnsupportedModelError(f"model {kind} of mlx-vlm is refused: {reason or known}")
+    seeing = attached_to(model, "seeing", SeeingModel)
+    if hasattr(processor, "tokenizer"):
+        seeing.eyes, processor = Eyes(model, processor), processor.tokenizer
+    return seeing, processor
+
+
+class Features(NamedTuple):
+    """What the model has of a picture: a row for each of its tokens.
+
+    Attributes:
+        embeddings: ``[n, D]``, input of the first layer.
+        deep: ``[n, D]`` for each of the first layers, added to its output.
+    """
+
+    embeddings: mx.array
+    deep: tuple[mx.array, ...]
+
+
+class PictureFeatures:
+    """Features of the pictures that were seen last.
+
+    Attributes:
+        num_computed: calls of the vision tower.
+        seconds: that these calls took.
+        nbytes: of the features that are kept.
+    """
+
+    def __init__(self, vlm: Any) -> None:
+        self._vlm = vlm
+        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._lock = Lock()  # engines on one model share these
+        self.num_computed, self.seconds, self.nbytes = 0, 0.0, 0
+
+    def of(self, picture: Picture) -> Features:
+        """Those of a picture, computed now if they are not known."""
+        with self._lock:
+            if picture.digest in self._kept:
+                self._kept.move_to_end(picture.digest)
+                return self._kept[picture.digest]
+            started = time.perf_counter()
+            found = self._kept[picture.digest] = self._computed(picture)
+            self.seconds += time.perf_counter() - started
+            self.num_computed += 1
+            self.nbytes += _size(found)
+            while self.nbytes > KEPT_BYTES and len(self._kept) > 1:
+                self.nbytes -= _size(self._kept.popitem(last=False)[1])
+            return found
+
+    def _computed(self, picture: Picture) -> Features:
+        tokens, rows = mx.array(picture.tokens)[None], mx.array(picture.rows.astype(np.int32))
+        inputs = tree_map(_as_mlx, picture.inputs)
+        seen = self._vlm.get_input_embeddings(tokens, mask=mx.ones_like(tokens), **inputs)
+        deep = seen.deepstack_visual_embeds
+        found = Features(seen.inputs_embeds[0][rows], () if deep is None else tuple(deep))
+        mx.eval(found)
+        return found
+
+
+class SeeingModel(nn.Module):
+    """A model of mlx-vlm that is called as one of mlx-lm.
+
+    Attributes:
+        vlm: the model of mlx-vlm.
+        has_positions: a token's position has three numbers (time, height, width), which images
+            change.
+        pictures: the features of images.
+        one_at_a_time: rows of a batch cannot have positions of their own.
+        eyes: makes prompts with images; None without a processor.
+    """
+
+    def __init__(self, vlm: Any) -> None:
+        super().__init__()
+        self.vlm = vlm
+        language = vlm.language_model
+        self.has_positions = hasattr(language, "get_rope_index")
+        self.one_at_a_time = getattr(language, "model_type", "") in SCALED_BY_FIRST_ROW
+        self.pictures = PictureFeatures(vlm)
+        self.eyes: Eyes | None = None
+        for _, module in language.named_modules():
+            if hasattr(module, "_deepstack_process"):
+                override(module, "_deepstack_process", _add_deep)
+
+    @property
+    def args(self) -> Any:
+        """Options of the model that reads text."""
+        language = self.vlm.language_model
+        return getattr(language, "args", None) or language.config
+
+    @property
+    def model_type(self) -> str:
+        return str(self.vlm.config.model_type)
+
+    @property
+    def identity(self) -> list[str]:
+        """What K/V depends on beside weights and `args`."""
+        return [version("mlx-vlm"), repr(self.vlm.config)]
+
+    @property
+    def seconds_of_images(self) -> float:
+        """How long the vision tower took so far."""
+        return self.pictures.seconds
+
+    @property
+    def layers(self) -> Any:
+        return self.vlm.language_model.layers
+
+    def make_cache(self) -> list[Any]:
+        """Caches of mlx-lm instead of those of mlx-vlm."""
+        from mlx_vlm.models.cache import make_prompt_cache
+
+        return [_of_mlx_lm(cache) for cache in make_prompt_cache(self.vlm.language_model)]
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any], **arguments: Any) -> mx.array:
+        """Logits of tokens; `arguments` are those of :meth:`arguments`."""
+        if self.has_positions and "position_ids" not in arguments:
+            arguments["position_ids"] = _counted(inputs, cache)
+        logits: mx.array = self.vlm.language_model(inputs, cache=cache, **arguments).logits
+        return logits
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """What a batch with pictures needs beside its tokens; nothing if no row needs anything."""
+        if not batch.seen:
+            return {}
+        found = self._embeddings(batch)
+        if self.has_positions:
+            found["position_ids"] = mx.array(_shaped(_positions(batch), batch, 1))
+        return found
+
+    def _embeddings(self, batch: Batch) -> dict[str, Any]:
+        """Arguments for the features of the batch's tokens of pictures."""
+        index = np.arange(len(batch.tokens))
+        parts: list[Features] = []
+        num_seen = 0
+        for sight, start, stop, row in batch.seen:
+            numbers = sight.places[start:stop]
+            at = np.flatnonzero(numbers >= 0)
+            if len(at):
+                features, first = self._features(sight, numbers[at[0]], numbers[at[-1]])
+                index[row + at] = len(index) + num_seen + numbers[at] - first
+                parts += features
+                num_seen += sum(len(each.embeddings) for each in features)
+        if not parts:
+            return {}
+        text = self.vlm.get_input_embeddings(batch.tokens[None])
+        own = text.inputs_embeds[0]
+        rows = mx.concatenate([own, *(each.embeddings.astype(own.dtype) for each in parts)])
+        found = {"inputs_embeds": _shaped(rows[mx.array(index)], batch)}
+        if text.per_layer_inputs is not None:
+            found["per_layer_inputs"] = _shaped(text.per_layer_inputs[0], batch)
+        if parts[0].deep:
+            after = mx.array(np.maximum(index - len(index) + 1, 0))
+            none = mx.zeros_like(parts[0].deep[0][:1])
+            layers = zip(*(each.deep for each in parts), strict=True)
+            deep = [_shaped(mx.concatenate([none, *layer])[after], batch) for layer in layers]
+            found["deepstack_visual_embeds"] = deep
+            found["visual_pos_masks"] = mx.ones(batch.inputs.shape, mx.bool_)
+        return found
+
+    def _features(self, sight: Sight, first: int, last: int) -> tuple[list[Features], int]:
+        """The features of the pictures from one number to another, and the first one's number."""
+        low, high = np.searchsorted(sight.first, [first, last], side="right") - 1
+        pictures = sight.pictures[low : high + 1]
+        return [self.pictures.of(picture) for picture in pictures], int(sight.first[low])
+
+
+def _add_deep(original: Any, hidden: mx.array, is_seen: mx.array, deep: mx.array) -> mx.array:
+    """Add a layer's features: those of this module are zero at tokens of text."""
+    if deep.shape != hidden.shape:
+        return original(hidden, is_seen, deep)  # type: ignore[no-any-return]
+    return hidden + deep.astype(hidden.dtype)
+
+
+def _positions(batch: Batch) -> Any:
+    """``[3, T + padding]``: where each token of a batch is in time, height and width."""
+    found = np.broadcast_to(np.array(batch.positions), (3, len(batch.tokens))).copy()
+    for sight, start, stop, row in batch.seen:
+        if sight.positions is not None:
+            known = sight.positions[:, start:stop]
+            end = row + known.shape[1]
+            found[:, row:end] = known
+            found[:, end : row + stop - start] += sight.delta
+    return found
+
+
+def _shaped(rows: Any, batch: Batch, axis: int = 0) -> Any:
+    """Rows of tokens in the form of the model's input."""
+    before, after = rows.shape[:axis], rows.shape[axis + 1 :]
+    return rows.reshape(*before, *batch.inputs.shape, *after)
+
+
+def _counted(inputs: mx.array, cache: Sequence[Any]) -> mx.array:
+    """Positions ``[3, B, L]`` of tokens that follow those of a cache, without images."""
+    offset = next(leaf.offset for leaf in leaves(cache) if hasattr(leaf, "offset"))
+    first = offset[:, None] if isinstance(offset, mx.array) else offset
+    return mx.broadcast_to(first + mx.arange(inputs.shape[1]), (3, *inputs.shape))
+
+
+def _of_mlx_lm(cache: Any) -> Any:
+    """mlx-lm's cache of the same kind."""
+    kind = type(cache).__name__
+    if kind == "CacheList":
+        return stock.CacheList(*map(_of_mlx_lm, cache.caches))
+    if kind == "ArraysCache":  # whose layers call further methods of mlx-vlm's class
+        both = type(kind, (type(cache), stock.ArraysCache), {"stock_class": stock.ArraysCache})
+        return both(len(cache.cache))
+    if kind == "RotatingKVCache":
+        return stock.RotatingKVCache(cache.max_size, cache.keep)
+    if kind in ("KVCache", "SimpleKVCache"):
+        return stock.KVCache()
+    if kind == "ChunkedKVCache":
+        return stock.ChunkedKVCache(cache.chunk_size)
+    raise UnsupportedModelError(f"cache class {kind} of mlx-vlm cannot be paged")
+
+
+def _as_mlx(value: Any) -> Any:
+    return mx.array(value) if isinstance(value, np.ndarray) else value
+
+
+def _size(features: Features) -> int:
+    return features.embeddings.nbytes + sum(each.nbytes for each in features.deep)

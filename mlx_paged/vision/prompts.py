@@ -1,0 +1,121 @@
+"""Prompts with images: tokens, pictures, and where both are. Any thread may make them."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_paged.vision.images import MAX_PIXELS, opened
+from mlx_paged.vision.sight import Picture, SeenPrompt, Sight
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PLACEHOLDERS = ("<image>", "<|image|>", "[IMG]")
+
+
+class Eyes:
+    """Makes prompts of text and images by a processor of mlx-vlm."""
+
+    def __init__(self, vlm: Any, processor: Any) -> None:
+        self._vlm, self._processor = vlm, processor
+        self._lock = Lock()  # a processor serves one thread at a time
+
+    def __call__(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
+        """A prompt with a place for each image.
+
+        Raises:
+            ValueError: an image cannot be read, or the prompt has other places.
+        """
+        pixels: list[Image] = []
+        with self._lock:
+            for i, image in enumerate(images):
+                left = MAX_PIXELS - sum(each.width * each.height for each in pixels)
+                pixels.append(opened(image, f"images[{i}]", left))
+            try:
+                tokens, whole = self._processed(prompt, pixels)
+                alone = self._alone(prompt, pixels) if len(pixels) > 1 else []
+            except Exception as error:  # a processor can raise anything
+                raise ValueError(f"the model's processor refuses the images: {error}") from error
+        num_places = int(np.isin(tokens, image_tokens(self._vlm.config, whole)).sum())
+        if sum(len(picture.rows) for picture in alone) != num_places or not alone:
+            alone = [self._picture(tokens, whole)]
+        if not num_places or not whole:
+            raise ValueError("the prompt has no place for an image")
+        return seen_prompt(self._vlm, tokens, alone)
+
+    def _alone(self, prompt: str, pixels: Sequence[Any]) -> list[Picture]:
+        """A picture for each image; none if it is unknown how a prompt names one."""
+        names = (getattr(self._processor, name, None) for name in ("image_token", "boi_token"))
+        known = [name for name in (*names, *PLACEHOLDERS) if isinstance(name, str)]
+        place = next((name for name in known if prompt.count(name) == len(pixels)), None)
+        if place is None:
+            return []
+        return [self._picture(*self._processed(place, [image])) for image in pixels]
+
+    def _picture(self, tokens: list[int], inputs: dict[str, Any]) -> Picture:
+        """What the model sees of images: two with equal inputs have equal features."""
+        digest = blake2b(digest_size=32)
+        for name, value in tree_flatten(dict(sorted(inputs.items()))):
+            digest.update(f"{name} {getattr(value, 'dtype', '')} {np.shape(value)}".encode())
+            digest.update(np.asarray(value).tobytes())
+        rows = np.flatnonzero(np.isin(tokens, image_tokens(self._vlm.config, inputs)))
+        return Picture(digest.digest(), np.array(tokens, np.int32), rows, inputs)
+
+    def _processed(self, prompt: str, pixels: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
+        """Tokens, and the arguments of `get_input_embeddings` as NumPy arrays."""
+        from mlx_vlm.utils import prepare_inputs, should_add_special_tokens
+
+        config = self._vlm.config
+        found = prepare_inputs(
+            self._processor,
+            images=list(pixels),
+            prompts=prompt,
+            image_token_index=getattr(config, "image_token_index", None),
+            add_special_tokens=should_add_special_tokens(config.model_type, self._processor),
+        )
+        tokens = np.array(found.pop("input_ids")).reshape(-1).tolist()
+        kept = {
+            name: tree_map(_as_numpy, value)
+            for name, value in found.items()
+            if value is not None and name != "attention_mask" and "token_type" not in name
+        }
+        return tokens, kept
+
+
+def seen_prompt(vlm: Any, tokens: Sequence[int], pictures: Sequence[Picture]) -> SeenPrompt:
+    """A prompt of a model of mlx-vlm.
+
+    Args:
+        tokens: those of the pictures included, which are the image tokens in their order.
+        pictures: what the image tokens show.
+    """
+    is_image = np.isin(tokens, image_tokens(vlm.config, pictures[0].inputs))
+    positions, delta = None, 0
+    if hasattr(vlm.language_model, "get_rope_index"):
+        grids = [each.inputs["image_grid_thw"] for each in pictures]
+        ids = mx.array([tokens])
+        found, deltas = vlm.language_model.get_rope_index(
+            ids,
+            image_grid_thw=mx.array(np.concatenate(grids)),
+            attention_mask=mx.ones_like(ids),
+        )
+        positions, delta = np.array(found, np.int32)[:, 0], int(np.array(deltas).reshape(-1)[0])
+    return SeenPrompt(tokens, Sight(tokens, pictures, is_image, positions, delta))
+
+
+def image_tokens(config: Any, inputs: dict[str, Any]) -> list[int]:
+    """The ids of tokens that stand for an image's features: some processors name them."""
+    names = ("image_token_id", "image_token_index")
+    known = vars(config) if names[1] not in inputs else inputs
+    return [int(known[name]) for name in names if known.get(name) is not None]
+
+
+def _as_numpy(value: Any) -> Any:
+    if isinstance(value, mx.array) and value.dtype == mx.bfloat16:
+        value = value.astype(mx.float32)
+    return np.array(value) if isinstance(value, mx.array) else value

@@ -1,0 +1,158 @@
+"""The server with a model that sees: OpenAI's and Anthropic's clients, and what is refused."""
+
+import base64
+from io import BytesIO
+
+import anthropic
+import openai
+import pytest
+
+pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
+
+from mlx_vlm import load, stream_generate
+from PIL import Image
+
+from mlx_paged.generate.__main__ import main
+from tests.support.commands.server_harness import client, live, only_model
+from tests.support.models import seeing_directory as tiny
+
+ASK = "what is this?"
+TEXT = f"user:{tiny.PLACE}{ASK}\nassistant:"
+MODEL = "default_model"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tiny.make(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def alone(directory):
+    """What mlx-vlm answers to a text with images."""
+    model, processor = load(str(directory))
+
+    def answer(text, *images):
+        opened = [Image.open(BytesIO(image)).convert("RGB") for image in images]
+        options = {"image": opened, "max_tokens": 8, "temperature": 0.0}
+        tokens = [each.token for each in stream_generate(model, processor, text, **options)][:8]
+        return processor.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    with live("--model", str(directory), "--vision") as running:
+        yield running
+
+
+def encoded(image):
+    return base64.b64encode(image).decode()
+
+
+def url(image, kind="png"):
+    return {
+        "type": "image_url",
+        "image_url": {"url": f"data:image/{kind};base64,{encoded(image)}"},
+    }
+
+
+def chat(server, *parts):
+    messages = [{"role": "user", "content": [*parts]}]
+    return client(server).chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=8, temperature=0
+    )
+
+
+def said(text):
+    return {"type": "text", "text": text}
+
+
+def test_a_chat_with_an_image_is_answered_as_by_mlx_vlm(server, alone):
+    done = chat(server, url(tiny.png(1)), said(ASK))
+    assert done.choices[0].message.content == alone(TEXT, tiny.png(1))
+    again = chat(server, url(tiny.png(1)), said(ASK))
+    assert again.choices[0].message.content == done.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens > 16
+    two = f"user:{tiny.PLACE}or{tiny.PLACE}{ASK}\nassistant:"
+    done = chat(server, url(tiny.png(1)), said("or"), url(tiny.png(2, 64, 32)), said(ASK))
+    assert done.choices[0].message.content == alone(two, tiny.png(1), tiny.png(2, 64, 32))
+
+
+def test_anthropics_messages_take_images(server, alone):
+    made = anthropic.Anthropic(base_url=str(client(server).base_url)[:-4], api_key="none")
+    source = {"type": "base64", "media_type": "image/png", "data": encoded(tiny.png(3))}
+    parts = [{"type": "image", "source": source}, said(ASK)]
+    done = made.messages.create(
+        model=MODEL,
+        max_tokens=8,
+        messages=[{"role": "user", "content": parts}],
+        extra_body={"temperature": 0},
+    )
+    assert "".join(part.text for part in done.content) == alone(TEXT, tiny.png(3))
+
+
+def test_responses_take_images(server, alone):
+    image = {"type": "input_image", "image_url": url(tiny.png(5))["image_url"]["url"]}
+    parts = [image, {"type": "input_text", "text": ASK}]
+    asked = [{"role": "user", "content": parts}]
+    done = client(server).responses.create(
+        model=MODEL, input=asked, max_output_tokens=16, temperature=0
+    )
+    assert done.output_text.startswith(alone(TEXT, tiny.png(5)))
+
+
+BROKEN = tiny.png(1)[:80]
+LARGE = BytesIO()
+Image.new("1", (10_000, 10_000)).save(LARGE, "PNG")
+REFUSED = {
+    "network": {"type": "image_url", "image_url": {"url": "http://localhost:1/a.png"}},
+    "file": {"type": "image_url", "image_url": {"url": "file:///etc/hosts"}},
+    "broken": url(BROKEN),
+    "wrong type": url(b"%PDF-1.4", "png"),
+    "large": url(LARGE.getvalue()),
+    "no image": {"type": "image_url"},
+}
+
+
+@pytest.mark.parametrize("part", REFUSED.values(), ids=REFUSED)
+def test_other_images_are_refused(server, part):
+    with pytest.raises(openai.BadRequestError) as refusal:
+        chat(server, part, said(ASK))
+    assert "expected" in str(refusal.value)
+
+
+def test_many_pixels_in_many_images_are_refused(server):
+    with pytest.raises(openai.BadRequestError, match=r"images\[2\]: 4000 x 4000 pixels"):
+        file = BytesIO()
+        Image.new("1", (4000, 4000)).save(file, "PNG")
+        chat(server, *[url(file.getvalue())] * 9, said(ASK))
+
+
+def test_a_model_that_sees_nothing_refuses_images():
+    with live() as server, pytest.raises(openai.BadRequestError, match="no images"):
+        chat(server, url(tiny.png(1)), said(ASK))
+
+
+def test_generate_takes_images(directory, alone, tmp_path, capsys):
+    image = tmp_path / "a.png"
+    image.write_bytes(tiny.png(4))
+    flags = ["--model", str(directory), "--vision", "--max-tokens", "8", "--no-prewarm"]
+    assert main([*flags, "--prompt", ASK, "--image", str(image)]) == 0
+    assert alone(TEXT, tiny.png(4)).strip() in capsys.readouterr().out
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f'{{"prompt": "{ASK}", "images": ["{image}"]}}\n')
+    assert main([*flags, "--prompts-file", str(prompts)]) == 0
+    assert alone(TEXT, tiny.png(4)).strip() in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--prompt", ASK, "--image", str(image)])
+    assert "expected --vision" in capsys.readouterr().err
+
+
+def test_the_tower_runs_once_for_an_image_that_is_asked_about_again(server):
+    model = only_model(server)
+    pictures = model.service.call(lambda engine: engine.runner.model.pictures)
+    before = pictures.num_computed
+    for i in range(4):
+        chat(server, url(tiny.png(9)), said(f"{i}?"))
+    assert pictures.num_computed == before + 1
