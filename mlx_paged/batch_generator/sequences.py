@@ -146,7 +146,8 @@ def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches
             allocator.table(request.id, group)[None, :num_blocks], group
         )
     ]
-    runner.states.load([request.id], [num_tokens])
+    if runner.states.caches:
+        runner.states.load([request.id], [num_tokens])
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
         if not isinstance(source, PagedLayerCache):
             target.cache = list(source.cache)

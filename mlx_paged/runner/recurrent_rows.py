@@ -148,7 +148,7 @@ def _computed(
 
 
 def _joined(axis: int) -> Callable[..., mx.array]:
-    return lambda *parts: mx.concatenate(parts, axis)
+    return lambda *parts: mx.concatenate([*parts], axis)
 
 
 class WatchedStates(ArraysCache):

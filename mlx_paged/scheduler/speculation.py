@@ -165,10 +165,10 @@ class Speculation:
         gives = right ** np.arange(1, most + 1)
         for given, request in zip(gives, hopeful, strict=True):
             given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
-        rows = np.ones_like(gives)
+        rows = np.ones(gives.shape)
         if not self._rewinds:  # if the j-th is the first wrong draft, j more tokens are behind
             behind = np.array([[request.num_behind] for request in hopeful])
-            rows += gives * (1 / right - 1) * (behind + np.arange(1, most + 1))
+            rows = rows + gives * (1 / right - 1) * (behind + np.arange(1, most + 1))
         best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
         while most:
             gives = gives[:, :most]

@@ -67,7 +67,7 @@ class Span:
         """The span cut at its snapshots: each snapshot is the state after a piece."""
         if not self.snapshots:
             return [self]
-        pieces, start = [], self.start
+        pieces, start = list[Span](), self.start
         for snapshot in self.snapshots:
             is_last = snapshot.position == self.stop
             samples, forks = self.samples and is_last, self.forks if is_last else ()

@@ -65,6 +65,7 @@ def check_architecture(name: str, share: float) -> None:
     done = engine.generate(prompts(6), drawn(6))
     check_alone(model, prompts(6), drawn(6), done)
     drafted, accepted = engine.stats.drafts, engine.stats.accepted_drafts
+    assert engine.stats.faults == 0
     assert drafted > 20 and (share < 1) == (accepted < drafted)
     if share == 1.0:
         assert engine.stats.steps < 6 * 20 / 2, "drafts save steps"
@@ -107,7 +108,7 @@ def test_a_preempted_request_starts_again_from_a_right_state(architecture):
                 engine.scheduler._preempt(request)
                 behind += 1
     check_alone(model, asked, params, [done[request_id] for request_id in ids])
-    assert behind > 4 and engine.stats.preemptions == behind
+    assert behind > 4 and engine.stats.preemptions == behind and engine.stats.faults == 0
     assert engine.stats.prefix_hit_tokens > 0
 
 
@@ -128,6 +129,7 @@ def test_a_fork_goes_on_where_its_parents_states_are_behind(architecture):
         assert done[child].tokens == solo_run(solo, start, params, 0, b"").tokens
         engine.release(parent)
     assert behind > 1, "no parent was behind"
+    assert engine.stats.faults == 0
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h"])
@@ -143,6 +145,7 @@ def test_the_state_that_a_request_leaves_is_one_of_its_tokens(architecture):
         check_alone(model, [turn], [SamplingParams(max_tokens=8, seed=0)], [done])
         cached += done.cached_prompt_tokens > len(prompt)
     assert cached > 2, "hardly any answer was found"
+    assert engine.stats.faults == 0
 
 
 def test_decodes_drafts_and_chunks_are_one_forward(monkeypatch):
@@ -164,6 +167,7 @@ def test_decodes_drafts_and_chunks_are_one_forward(monkeypatch):
     while engine.has_work:
         engine.step()
     assert engine.runner.count == engine.stats.steps, "a step has several forwards"
+    assert engine.stats.faults == 0
     assert (True, True, True) in kinds, "nothing was mixed"
 
 
@@ -175,7 +179,7 @@ def test_a_draft_model_may_be_recurrent(pair):
     done = engine.generate(prompts(5), drawn(5))
     check_alone(model, prompts(5), drawn(5), done)
     drafter = engine.scheduler.speculation.drafter
-    assert engine.stats.drafts > 20
+    assert engine.stats.drafts > 20 and engine.stats.faults == 0
     if pair[0] == pair[1]:
         assert engine.stats.accepted_drafts > 0.95 * engine.stats.drafts
     assert not drafter._shadows and not drafter._runner.states._held
