@@ -16,7 +16,7 @@ COMMANDS = {
     "kv_disk": "lists, verifies and trims a directory of --kv-disk",
 }
 BENCHES = (
-    *("serving", "stalls", "memory", "admission"),
+    *("serving", "stalls", "memory", "admission", "agent_trace"),
     *("paged_attention", "shared_prefixes", "host_cost"),
 )
 HOMES = Path(__file__).parent / "with_bench", Path(__file__).parents[1]

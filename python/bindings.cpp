@@ -139,8 +139,14 @@ std::string version(int major, int minor, int patch) {
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
 }
 
+// Inputs of a trace are unscheduled arrays that nothing computes.
 bool has_values(const mx::array& array) {
-  return array.status() != mx::array::Status::unscheduled || !is_transforming();
+  if (array.status() != mx::array::Status::unscheduled || !is_transforming()) {
+    return true;
+  }
+  const auto& inputs = array.inputs();
+  return array.has_primitive() && !array.is_tracer() &&
+         std::all_of(inputs.begin(), inputs.end(), has_values);
 }
 
 nb::object view_as(nb::type_object kind, const mx::array& array) {

@@ -258,7 +258,8 @@ def _diverts_states(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
 
 def _narrows(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
     """Whether the model's last layer and its head can compute some of a batch's rows."""
-    last = {id(module) for module in model.layers[-1].modules()}
+    *_, last_layer = getattr(model, "layers", None) or [None]
+    last = set() if last_layer is None else {id(module) for module in last_layer.modules()}
     if any(id(user) in last for leaf in states for user in leaf.users):
         return False
     caches = _recording_caches(model, TRACE_ROWS)

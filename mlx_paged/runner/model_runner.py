@@ -379,9 +379,9 @@ class ModelRunner:
             with states:
                 scores = compiled(batch)
             return scores.logits, scores
-        axis = 0 if are_rows else 1
-        rows = None if batch.samples_all else batch.sampled_rows
-        with self.logit_rows.only(rows, axis), states, self._narrowed(batch):
+        axis, rows = 0 if are_rows else 1, None if batch.samples_all else batch.sampled_rows
+        selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
+        with selected, states, self._narrowed(batch):
             logits = self._graph(batch.inputs, batch.forwards, **seen)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)

@@ -25,7 +25,6 @@ from tests.runner.test_architectures import (
     TOLERANCE,
     Solo,
     assert_greedy,
-    one_in_four,
     run,
 )
 from tests.support.models.architectures import VOCAB, build
@@ -66,14 +65,12 @@ def test_tokens_logprobs_and_bytes_are_those_of_plain_decodes(name):
 
 
 @pytest.mark.sampled(9)
-@one_in_four
 def test_requests_that_come_and_go_have_mlx_lms_logits(served):
     for prompt, completion in run(compiled_engine(served), {0: [MIDDLE], 3: [SHORT, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
 @pytest.mark.sampled(9)
-@one_in_four
 def test_drawn_samples_of_one_prompt_part_ways(served):
     engine = compiled_engine(served)
     (samples,) = engine.sample([MIDDLE], 3, temperature=2.0, seed=0, **OPTIONS)
@@ -82,7 +79,6 @@ def test_drawn_samples_of_one_prompt_part_ways(served):
 
 
 @pytest.mark.sampled(9)
-@one_in_four
 def test_a_prefix_goes_on_from_a_snapshot(served):
     engine = compiled_engine(served)
     engine.generate([LONG], max_tokens=1)
