@@ -25,7 +25,7 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
-from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates
+from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates, empty_like
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
 
 REFUSED = {
@@ -231,7 +231,7 @@ def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
 
 def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
     return [
-        _convert(cache, lambda window: _Recorder(rows, window), WatchedStates)
+        _convert(cache, lambda window: _Recorder(rows, window), WatchedStates.of)
         for cache in make_prompt_cache(model)
     ]
 
@@ -244,7 +244,7 @@ def _diverts_states(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
     watched = _watched(caches)
     runs, first = list[Run](), 0
     for count, stops in ((2, [1]), (1, [2, 3]), (2, [3])):
-        own = [stock.ArraysCache(len(leaf.cache)) for leaf in watched]
+        own = [empty_like(leaf) for leaf in watched]
         runs.append(Run(first, count, stops, own))
         first = runs[-1].stop
     assert first == TRACE_ROWS

@@ -147,6 +147,12 @@ def _computed(
     return tree_map(lambda rows: rows.reshape(-1, 1, *rows.shape[2:]), joined)
 
 
+def empty_like(states: ArraysCache) -> ArraysCache:
+    """Empty states of the model's own class."""
+    kind = states.kind if isinstance(states, WatchedStates) else type(states)
+    return kind(len(states.cache))
+
+
 def _joined(axis: int) -> Callable[..., mx.array]:
     return lambda *parts: mx.concatenate([*parts], axis)
 
@@ -155,12 +161,20 @@ class WatchedStates(ArraysCache):
     """Empty states that note which modules read or write them.
 
     Attributes:
+        kind: the class of the model's own states.
         users: these modules, each once.
     """
 
     def __init__(self, like: ArraysCache) -> None:
         super().__init__(len(like.cache))
+        self.kind = type(like)
         self.users: list[nn.Module] = []
+
+    @staticmethod
+    def of(like: ArraysCache) -> "WatchedStates":
+        """With the further methods of the class of `like`."""
+        kind: type[WatchedStates] = type("WatchedStates", (WatchedStates, type(like)), {})
+        return kind(like)
 
     def __getitem__(self, index: int) -> Any:
         self._note_user()

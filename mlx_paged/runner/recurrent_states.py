@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.runner.recurrent_rows import LayerState, RecurrentRows, Run, States
+from mlx_paged.runner.recurrent_rows import LayerState, RecurrentRows, Run, States, empty_like
 from mlx_paged.scheduler.step import Span
 
 Forms = tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]
@@ -122,7 +122,7 @@ class RecurrentStates:
             own_spans = [*of_run]
             more = padding if own_spans[-1] is spans[-1] else 0
             run = self.run(own_spans, more, found[-1].stop if found else 0)
-            caches = [ArraysCache(len(cache.cache)) for cache in self.caches]
+            caches = [empty_like(cache) for cache in self.caches]
             for own, cache in zip(caches, self.caches, strict=True):
                 own.cache, cache.cache = cache.cache, [None] * len(cache.cache)
             found.append(Run(run.first, run.count, run.stops, caches))

@@ -16,7 +16,8 @@ from tests.support.documents import ROOT
 
 def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The exit status of the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["mlx_paged", *arguments])
+    for name in ("argv", "orig_argv"):
+        monkeypatch.setattr(sys, name, ["mlx_paged", *arguments])
     try:
         overview.main()
     except SystemExit as exit:
