@@ -227,6 +227,8 @@ def load_with_config(
         raise ValueError(f"model {path}: no such directory")
     if sees and adapter_path is not None:
         raise ValueError("--adapter-path is given beside --vision: expected one of them")
+    if sees and trust_remote_code:
+        raise ValueError("--trust-remote-code is given beside --vision: expected one of them")
     try:
         if sees:
             return load_seeing(path, **tokenizer_config)

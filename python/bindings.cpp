@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <new>
+#include <unordered_set>
 
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
@@ -141,12 +142,24 @@ std::string version(int major, int minor, int patch) {
 
 // Inputs of a trace are unscheduled arrays that nothing computes.
 bool has_values(const mx::array& array) {
-  if (array.status() != mx::array::Status::unscheduled || !is_transforming()) {
-    return true;
+  std::vector<mx::array> left = {array};
+  std::unordered_set<uintptr_t> known = {array.id()};
+  while (is_transforming() && !left.empty()) {
+    const mx::array next = left.back();
+    left.pop_back();
+    if (next.status() != mx::array::Status::unscheduled) {
+      continue;
+    }
+    if (!next.has_primitive() || next.is_tracer()) {
+      return false;
+    }
+    for (const mx::array& input : next.inputs()) {
+      if (known.insert(input.id()).second) {
+        left.push_back(input);
+      }
+    }
   }
-  const auto& inputs = array.inputs();
-  return array.has_primitive() && !array.is_tracer() &&
-         std::all_of(inputs.begin(), inputs.end(), has_values);
+  return true;
 }
 
 nb::object view_as(nb::type_object kind, const mx::array& array) {

@@ -15,6 +15,11 @@ def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGES
 
 
+def has_image(content: Any) -> bool:
+    """Whether a message's content, text or a list of parts, has an image."""
+    return isinstance(content, list) and any(map(is_image, content))
+
+
 def image_part(part: Part, name: str) -> Part:
     """The part as chat templates know it, with the bytes of `image_url`, a data URL. Raises
     ValueError, which has the part's name, for another URL."""

@@ -13,7 +13,7 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import SAMPLING, Fields
-from mlx_paged.server.images import is_image
+from mlx_paged.server.images import has_image
 from mlx_paged.server.models import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
@@ -51,6 +51,7 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
         text = _rendered(tokenizer, fields, chat_args)
         ends: tuple[int, ...] = ()
         if given and model.eyes is not None:
+            _check_bytes(model, text, fields)
             tokens: list[int] = model.eyes(text, given)
             _check_context(model, fields, len(tokens), _num_new(fields))
         else:
@@ -138,18 +139,21 @@ def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
 
 def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int]:
     """Token ids of a text, if its bytes can fit. Other threads run while they are computed."""
-    num_bytes = len(text.encode())
-    if num_bytes > model.max_context * model.longest_token:
-        _check_context(model, fields, ceil(num_bytes / model.longest_token), _num_new(fields))
+    _check_bytes(model, text, fields)
     tokens = list(model.tokenizer.encode(text, **options))
     _check_context(model, fields, len(tokens), _num_new(fields))
     return tokens
 
 
+def _check_bytes(model: Model, text: str, fields: Fields) -> None:
+    num_bytes = len(text.encode())
+    if num_bytes > model.max_context * model.longest_token:
+        _check_context(model, fields, ceil(num_bytes / model.longest_token), _num_new(fields))
+
+
 def _rendered(tokenizer: TokenizerWrapper, fields: Fields, template_args: dict[str, Any]) -> str:
     messages, continues = fields["messages"], fields["continue_final_message"]
-    own = (message for message in messages if not any(map(is_image, message.get("content") or ())))
-    process_message_content([*own])
+    process_message_content([m for m in messages if not has_image(m.get("content"))])
     begins = fields["add_generation_prompt"]
     options = {"continue_final_message": True} if continues else {}
     options["add_generation_prompt"] = not continues if begins is None else begins

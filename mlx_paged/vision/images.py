@@ -14,6 +14,11 @@ MAX_BYTES = 20 << 20
 """Of an image as it is given."""
 MAX_PIXELS = 1 << 25
 """Of a prompt's images: 33.5 megapixels. An image's size is read before its pixels."""
+MAX_IMAGES = 64
+"""Of a prompt: processors enlarge small ones."""
+MAX_SCANS = 100
+"""Of a JPEG. Each one is a pass over all pixels, however few bytes it has."""
+SCAN = b"\xff\xda"
 EXPECTED = "a PNG, JPEG, WEBP, GIF or BMP image"
 
 
@@ -33,6 +38,8 @@ def opened(source: Any, name: str = "image", most: int = MAX_PIXELS) -> "Image":
     if isinstance(source, bytes | bytearray):
         if len(source) > MAX_BYTES:
             raise ValueError(f"{name}: {len(source)} bytes: expected at most {MAX_BYTES}")
+        if source[:2] == b"\xff\xd8" and source.count(SCAN) > MAX_SCANS:
+            raise ValueError(f"{name}: expected a JPEG of at most {MAX_SCANS} scans")
         try:
             with warnings.catch_warnings(action="ignore"):  # of many pixels, which are refused here
                 source = Image.open(BytesIO(source), formats=FORMATS)

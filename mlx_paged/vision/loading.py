@@ -27,7 +27,7 @@ def load_seeing(path: str, **tokenizer_config: Any) -> tuple[nn.Module, Tokenize
     model, processor = load(str(directory))
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     own = getattr(processor, "tokenizer", processor)
-    template = own.chat_template or getattr(processor, "chat_template", None)
+    template = getattr(processor, "chat_template", None) or own.chat_template
     if template:
         tokenizer_config = {"chat_template": template} | tokenizer_config
     ends = getattr(model.config, "eos_token_id", None) or config.get("eos_token_id")

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_paged.vision.images import MAX_PIXELS, opened
+from mlx_paged.vision.images import MAX_IMAGES, MAX_PIXELS, opened
 from mlx_paged.vision.sight import Picture, SeenPrompt, Sight
 
 if TYPE_CHECKING:
@@ -31,21 +31,30 @@ class Eyes:
         Raises:
             ValueError: an image cannot be read, or the prompt has other places.
         """
+        if len(images) > MAX_IMAGES:
+            raise ValueError(f"images: {len(images)}: expected at most {MAX_IMAGES}")
         pixels: list[Image] = []
-        with self._lock:
-            for i, image in enumerate(images):
-                left = MAX_PIXELS - sum(each.width * each.height for each in pixels)
-                pixels.append(opened(image, f"images[{i}]", left))
-            try:
-                tokens, whole = self._processed(prompt, pixels)
-                alone = self._alone(prompt, pixels) if len(pixels) > 1 else []
-            except Exception as error:  # a processor can raise anything
-                raise ValueError(f"the model's processor refuses the images: {error}") from error
+        left = MAX_PIXELS
+        for i, image in enumerate(images):
+            pixels.append(opened(image, f"images[{i}]", left))
+            left -= pixels[-1].width * pixels[-1].height
+        try:
+            with self._lock:
+                return self._seen(prompt, pixels)
+        except Exception as error:  # a processor can raise anything
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(f"the model's processor refuses the images: {reason}") from error
+
+    def _seen(self, prompt: str, pixels: Sequence[Any]) -> SeenPrompt:
+        tokens, whole = self._processed(prompt, pixels)
+        alone = self._alone(prompt, pixels)
         num_places = int(np.isin(tokens, image_tokens(self._vlm.config, whole)).sum())
-        if sum(len(picture.rows) for picture in alone) != num_places or not alone:
-            alone = [self._picture(tokens, whole)]
         if not num_places or not whole:
             raise ValueError("the prompt has no place for an image")
+        if sum(len(picture.rows) for picture in alone) != num_places:
+            if len(alone) == 1:
+                raise ValueError("the prompt has more places than the image takes")
+            alone = [self._picture(tokens, whole)]
         return seen_prompt(self._vlm, tokens, alone)
 
     def _alone(self, prompt: str, pixels: Sequence[Any]) -> list[Picture]:
@@ -64,6 +73,7 @@ class Eyes:
             digest.update(f"{name} {getattr(value, 'dtype', '')} {np.shape(value)}".encode())
             digest.update(np.asarray(value).tobytes())
         rows = np.flatnonzero(np.isin(tokens, image_tokens(self._vlm.config, inputs)))
+        digest.update(f"{len(rows)}".encode())
         return Picture(digest.digest(), np.array(tokens, np.int32), rows, inputs)
 
     def _processed(self, prompt: str, pixels: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:

@@ -237,6 +237,19 @@ class TestTransforms:
         for a, b in zip(got, want, strict=True):
             assert mx.allclose(a, b, rtol=1e-4, atol=1e-5)
 
+    def test_indices_may_come_of_a_deep_graph(self):
+        """Whether MLX knows their values is found in each array once."""
+        case = ragged_case([1, 4])
+        tables, lens = mx.array(np.array(case.tables)), case.lens
+        for _ in range(60):
+            tables = mx.maximum(tables, tables - 1)
+
+        def attend(q):
+            return Ragged(q, case.pool, tables, lens, case.cu_seqlens, {}).attend()
+
+        got = mx.vmap(attend)(case.q[None])[0]
+        assert mx.allclose(got, attend(case.q), rtol=1e-4, atol=1e-5)
+
     def test_vmap_maps_queries(self):
         case = ragged_case([1, 4])
         many = mx.stack([case.q, 2 * case.q])

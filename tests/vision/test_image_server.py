@@ -129,6 +129,21 @@ def test_many_pixels_in_many_images_are_refused(server):
         chat(server, *[url(file.getvalue())] * 9, said(ASK))
 
 
+def test_too_many_images_are_refused(server):
+    with pytest.raises(openai.BadRequestError, match="images: 65: expected at most 64"):
+        chat(server, *[url(tiny.png(1))] * 65, said(ASK))
+
+
+@pytest.mark.parametrize(
+    "text", ["<|placeholder|>", "<|image_pad|>", "<|vision_start|><|video_pad|>"]
+)
+def test_text_that_names_more_places_is_refused(server, text):
+    """The processor would make tokens of it that no feature stands for."""
+    with pytest.raises(openai.BadRequestError, match="processor refuses the images"):
+        chat(server, url(tiny.png(1)), said(text))
+    assert chat(server, said(ASK)).choices[0].message.content is not None
+
+
 def test_a_model_that_sees_nothing_refuses_images():
     with live() as server, pytest.raises(openai.BadRequestError, match="no images"):
         chat(server, url(tiny.png(1)), said(ASK))

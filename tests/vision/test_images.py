@@ -58,6 +58,18 @@ def test_what_is_no_image_is_refused(content):
         images.opened(content)
 
 
+def test_a_jpeg_of_many_scans_is_refused_before_they_are_read(monkeypatch):
+    file = BytesIO()
+    Image.new("L", (64, 64)).save(file, "JPEG", progressive=True)
+    content = file.getvalue()
+    assert images.opened(content).size == (64, 64)
+    last = content[content.rindex(images.SCAN) : -2]
+    many = content[:-2] + last * images.MAX_SCANS + content[-2:]
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match="image: expected a JPEG of at most 100 scans"):
+        images.opened(many)
+
+
 def test_too_many_bytes_are_refused(monkeypatch):
     monkeypatch.setattr(images, "MAX_BYTES", 10)
     with pytest.raises(ValueError, match="11 bytes: expected at most 10"):
