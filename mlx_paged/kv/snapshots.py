@@ -64,8 +64,7 @@ class Snapshots:
         key = (block, run)
         known = self._by_key.get(key)
         if known is not None and known.states is not None:
-            if known is not snapshot:  # which is told again when its step has been read
-                self.use(block, run)
+            self.use(block, run)
             return False
         if known is not None:
             self._discard(key)

@@ -45,17 +45,6 @@ def admitted(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
     return admission
 
 
-def test_a_snapshot_that_is_told_twice_is_not_used():
-    """Steps tell theirs when they are launched and when they are read."""
-    snapshots, snapshot = Snapshots(4), Snapshot(8, is_spare=True)
-    assert snapshots.add(3, BLOCK, snapshot)
-    snapshot.states = "filled"
-    assert not snapshots.add(3, BLOCK, snapshot)
-    assert snapshot.is_spare and snapshot.uses == 0
-    assert not snapshots.add(3, BLOCK, Snapshot(8))
-    assert not snapshot.is_spare and snapshot.uses == 1
-
-
 class TestWhatIsFound:
     @pytest.mark.parametrize(
         ("positions", "prompt", "num_cached", "prefix_without_state", "miss"),
