@@ -16,7 +16,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 from mlx_paged.batch_generator.generator import BatchGenerator
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.ops.formats import KVBits
-from tests.support.models import tiny_models
+from tests.support.models import architectures, tiny_models
 from tests.support.simulation import schedules as simulation
 from tests.support.simulation.random_calls import TINY_GROUPS
 from tests.support.simulation.solo_checks import SoloChecks
@@ -42,6 +42,8 @@ def small_model(model_type: str, **changes: Any) -> nn.Module:
 
 
 def _small_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -> MlxLmSolo:
+    if model_type not in tiny_models.CONFIGS:
+        return MlxLmSolo(architectures.build(model_type), architectures.VOCAB, kv_bits)
     if not windowed:
         return MlxLmSolo(small_model(model_type), tiny_models.VOCAB, kv_bits)
     full, group = TINY_GROUPS
