@@ -52,6 +52,7 @@ COUNTED = (
 
 
 RECURRENT = ("jamba", "qwen3_5", "lfm2", "kimi_linear", "rwkv7")
+LATENTS = ("kimi_linear",)  # are not quantized
 
 
 def fake_simulation(
@@ -136,7 +137,8 @@ def engine_simulation(
     kv_bits: KVBits = None,
     solo: MlxLmSolo | None = None,
 ) -> Simulation:
-    model_type = rng.choice(RECURRENT) if setting.recurrent else "llama"
+    recurrent = [name for name in RECURRENT if kv_bits is None or name not in LATENTS]
+    model_type = rng.choice(recurrent) if setting.recurrent else "llama"
     solo = solo or tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
     engine = Engine(
         solo.model,
