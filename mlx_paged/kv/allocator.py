@@ -129,6 +129,8 @@ class BlockAllocator:
         shared = [block for of_group in blocks for block in of_group if block in store.idle]
         available = store.num_available - sum(map(store.width_of, shared))
         store.require(needed + spare, available)
+        if self.snapshots is not None and match.snapshot is not None:
+            self.snapshots.use(match.snapshot)
 
         row, root = self.block_tables.add_row(), root_hash(salt)
         firsts = [num_full - len(of_group) for of_group in blocks]

@@ -170,7 +170,7 @@ class GroupPrefixes:
             runs = [cache.longest_run(parent, left) for cache in others if run]
             if all(length == run for _, length in runs):
                 tails = [known, *(block for block, _ in runs if block is not None)]
-                snapshot = first.snapshots.use(known.block, run or self._block_size)
+                snapshot = first.snapshots.get(known.block, run or self._block_size)
                 return position, tails if run else [], snapshot
         return 0, [], None
 

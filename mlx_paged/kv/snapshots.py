@@ -19,7 +19,7 @@ class Snapshot:
     is_spare: bool = False  # taken on the way: nothing says that a text goes on from here
     states: object | None = None  # the runner's copy, never changed; None until it is computed
     before: Snapshot | None = None  # an earlier snapshot of the same text
-    is_kept: bool = False
+    key: tuple[int, int] | None = None  # among the kept ones; None: it is not kept
     uses: int = 0
     floor: int = 0  # the value of the snapshot that was dropped last before the latest use
 
@@ -64,11 +64,11 @@ class Snapshots:
         key = (block, run)
         known = self._by_key.get(key)
         if known is not None and known.states is not None:
-            self.use(block, run)
+            self.use(known)
             return False
         if known is not None:
             self._discard(key)
-        while snapshot.before is not None and not snapshot.before.is_kept:
+        while snapshot.before is not None and snapshot.before.key is None:
             snapshot.before = snapshot.before.before
         if not self.has_place(snapshot):
             self._floor = max(self._floor, snapshot.value)
@@ -85,12 +85,16 @@ class Snapshots:
         runs = self._runs.get(block, ())
         return [r for r in runs if r <= most and self._by_key[block, r].states is not None]
 
-    def use(self, block: int, run: int) -> Snapshot:
-        """The snapshot after `run` tokens of `block`; it becomes the most recently used."""
-        snapshot = self._by_key[block, run] = self._by_key.pop((block, run))
+    def get(self, block: int, run: int) -> Snapshot:
+        """The snapshot after `run` tokens of `block`. To ask for it is no use of it."""
+        return self._by_key[block, run]
+
+    def use(self, snapshot: Snapshot) -> None:
+        """A sequence goes on from a kept snapshot, which becomes the most recently used."""
+        assert snapshot.key is not None, "the snapshot was dropped"
+        self._by_key[snapshot.key] = self._by_key.pop(snapshot.key)
         snapshot.is_spare, snapshot.floor = False, self._floor
         snapshot.uses += 1
-        return snapshot
 
     def move(self, source: int, target: int) -> None:
         """Move the snapshots of `source` to `target`, which begins with the same tokens."""
@@ -115,7 +119,8 @@ class Snapshots:
             num_before = snapshot.position - run
             assert num_before >= 0 == num_before % block_size, "a snapshot has another's key"
             before = snapshot.before
-            assert snapshot.is_kept and (before is None or before.is_kept), "a snapshot was dropped"
+            assert snapshot.key == (block, run), "a snapshot was moved"
+            assert before is None or before.key is not None, "a snapshot was dropped"
             assert before is None or before.position < snapshot.position, "a snapshot comes later"
 
     @property
@@ -124,7 +129,7 @@ class Snapshots:
         return min(self._by_key, key=lambda key: self._by_key[key].value)
 
     def _keep(self, key: tuple[int, int], snapshot: Snapshot) -> None:
-        self._by_key[key], snapshot.is_kept = snapshot, True
+        self._by_key[key], snapshot.key = snapshot, key
         self._runs.setdefault(key[0], set()).add(key[1])
 
     def _pop(self, key: tuple[int, int]) -> Snapshot:
@@ -136,7 +141,7 @@ class Snapshots:
 
     def _discard(self, key: tuple[int, int]) -> None:
         snapshot = self._pop(key)
-        snapshot.is_kept = False
+        snapshot.key = None
         for later in self._by_key.values():
             if later.before is snapshot:
                 later.before = snapshot.before

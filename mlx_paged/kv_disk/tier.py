@@ -151,7 +151,7 @@ class KVDiskTier:
         snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
         has_state = snapshots is not None and size in snapshots.filled(known.block, size)
         if snapshots is not None and has_state and key not in self.store:
-            states = snapshots.use(known.block, size).states
+            states = snapshots.get(known.block, size).states
             self._leaving[key] = BlockTransfer(key, group, (), states)
 
     # From the store to the pool

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_match import PrefixMatch
@@ -197,9 +198,17 @@ class TestHowManyAreKept:
         snapshots = Snapshots(3)
         for block in range(3):
             snapshots.add(block, BLOCK, Snapshot(BLOCK, states="s"))
-        snapshots.use(0, BLOCK)
+        snapshots.use(snapshots.get(0, BLOCK))
         snapshots.add(3, BLOCK, Snapshot(BLOCK, states="s"))
         assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
+
+    def test_asking_what_is_known_is_no_use(self):
+        allocator, tokens = make_allocator(num_blocks=4), list(range(20))
+        (known,) = finished(allocator, tokens, 8)
+        with pytest.raises(OutOfBlocksError):
+            allocator.admit(-2, 20, tokens, spare=9)
+        assert (allocator.cached_prefix(tokens), known.uses) == (8, 0)
+        assert admitted(allocator, tokens).snapshot is known and known.uses == 1
 
     def test_those_that_save_few_tokens_go_first(self):
         """Unless they are used, often or lately."""
@@ -210,14 +219,14 @@ class TestHowManyAreKept:
             snapshots.add(block, BLOCK, snapshot)
         snapshots.add(3, BLOCK, Snapshot(55, states="s"))
         assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
-        snapshots.use(3, BLOCK)  # it now counts 30 + 2 * 55
+        snapshots.use(snapshots.get(3, BLOCK))  # it now counts 30 + 2 * 55
         snapshots.add(4, BLOCK, Snapshot(70, states="s"))
         assert [block for block in range(5) if block in snapshots] == [0, 3, 4]
 
     def test_what_saves_nothing_beyond_another_saves_more_without_it(self):
         snapshots = Snapshots(2)
-        first, second = Snapshot(50, states="s"), Snapshot(58, states="s")
-        second.before = first
+        first = Snapshot(50, states="s")
+        second = Snapshot(58, states="s", before=first)
         snapshots.add(0, BLOCK, first)
         snapshots.add(1, BLOCK, second)
         assert second.value == 8
@@ -243,13 +252,13 @@ class TestHowManyAreKept:
         first = Snapshot(BLOCK, states="s")
         assert snapshots.add(0, BLOCK, first)
         assert not snapshots.add(0, BLOCK, Snapshot(BLOCK, states="t"))
-        assert snapshots.use(0, BLOCK) is first and len(snapshots) == 1
+        assert snapshots.get(0, BLOCK) is first and len(snapshots) == 1
 
     def test_one_goes_with_its_block(self):
         allocator = make_allocator(num_blocks=4)
         finished(allocator, list(range(28)), 8, 16, 28)
         admitted(allocator, [99] * 15)  # takes the two blocks that were unused longest
-        assert allocator.snapshots is not None and len(allocator.snapshots) == 2
+        assert len(allocator.snapshots) == 2
         allocator.store.drop_idle()
         assert len(allocator.snapshots) == 0
 
@@ -258,15 +267,13 @@ class TestHowManyAreKept:
         finished(allocator, list(range(28)), 8, 16, 28)
         allocator.admit(1, 30, list(range(30)))
         allocator.forget_prefixes()
-        assert allocator.snapshots is not None
         assert (len(allocator.snapshots), allocator.snapshots.max_snapshots) == (0, 8)
         assert not allocator.attach_snapshot(1, list(range(30)), Snapshot(24, states="s"))
         allocator.check_integrity()
 
     def test_at_least_one(self):
-        with pytest.raises(
-            ValueError, match=r"\[Snapshots\] max_snapshots is 0: expected an integer >= 1"
-        ):
+        message = r"\[Snapshots\] max_snapshots is 0: expected an integer >= 1"
+        with pytest.raises(ValueError, match=message):
             Snapshots(0)
 
 
