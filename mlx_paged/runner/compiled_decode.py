@@ -26,6 +26,7 @@ from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
 from mlx_paged.runner.recurrent_rows import States
 from mlx_paged.runner.recurrent_states import Forms, RecurrentStates, arrays_of, forms_of
+from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class CompiledDecode:
     ) -> None:
         self.traces = Traces()
         self._model = model
+        self._lock = lock_of(model)
         self._compute = compute
         self._pool = pool
         self._states = states
@@ -225,7 +227,8 @@ class CompiledDecode:
         traces, pool = self.traces, self._pool
         count, started = traces.count, time.perf_counter()
         try:
-            found = self._computed(key, arrays)
+            with self._lock:
+                found = self._computed(key, arrays)
         except Exception:
             if None not in self._functions.values():
                 level = logging.WARNING if len(self._functions) > 1 else logging.INFO

@@ -238,8 +238,8 @@ def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
 
 def _diverts_states(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
     """Whether the modules that use the model's `states` can compute rows of many sequences."""
-    rows = RecurrentRows.of(model)
-    rows.divert([user for leaf in states for user in leaf.users])
+    rows, users = RecurrentRows.of(model), [user for leaf in states for user in leaf.users]
+    rows.divert([user for user in users if user is not None])
     caches = _recording_caches(model, TRACE_ROWS)
     watched = _watched(caches)
     runs, first = list[Run](), 0
@@ -251,7 +251,7 @@ def _diverts_states(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
     try:
         with attention_hook(), rows.computing(runs, watched):
             logits = model(mx.zeros((TRACE_ROWS, 1), mx.int32), cache=caches)
-    except (ValueError, TypeError):
+    except Exception:  # whatever a model raises that expects the tokens of a sequence in a row
         return False
     return logits.shape[:2] == (TRACE_ROWS, 1) and not any(leaf.users for leaf in watched)
 

@@ -31,7 +31,7 @@ from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_rows import RecurrentRows, States
 from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, unpacked
-from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
+from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler, Scores, empty_rows, on_host
 from mlx_paged.scheduler.step import SampledToken, Span, Step
@@ -100,7 +100,7 @@ class ModelRunner:
         begins_each: bool = False,
         make_sampler: Callable[[], Sampler] = Sampler,
     ) -> None:
-        self.model = model
+        self.model, self._lock = model, lock_of(model)
         self.allocator = allocator
         self.pool = pool
         self.batching = profile.batching
@@ -186,9 +186,8 @@ class ModelRunner:
                 read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
                 self._begin([*self.pool.handles(), *states, *read])
             if self._is_recurrent:
-                for span in spans:
-                    for snapshot in span.snapshots:
-                        self._fill(snapshot, span.request)
+                for span, snapshot in [(own, each) for own in spans for each in own.snapshots]:
+                    self._fill(snapshot, span.request)
             if batch.scored:
                 prompt_scores.append(PromptScores(batch.scored, rows))
             if batch.sampled:
@@ -202,8 +201,8 @@ class ModelRunner:
             for span in step.spans:
                 for fork in span.forks:
                     self.states.fork(span.request.id, fork.id)
-            pending += self.states.arrays([request.id for request in step.everyone])
-            pending += self._copied
+            computed = [request.id for request in step.everyone]
+            pending += self.states.arrays(computed) + self.states.separate(computed) + self._copied
             self._copied = []
         launched = LaunchedStep(requests, None, pending, prompt_scores)
         if requests:
@@ -391,7 +390,7 @@ class ModelRunner:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
-        with attention_hook(), self.cpu_layers.diverted():
+        with self._lock, attention_hook(), self.cpu_layers.diverted():
             logits: mx.array = self.model(inputs, cache=self.caches, **seen)
         return logits
 

@@ -42,6 +42,7 @@ from mlx_paged.ops.formats import KVBits
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.runner.step_memory import step_bytes
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
@@ -102,8 +103,9 @@ def probed(model: nn.Module, kv_bits: KVBits = None) -> ModelProfile:
         UnsupportedModelError: results for this model could be wrong.
         ValueError: its K/V cannot be stored with these bits.
     """
-    mx.eval(model.state)  # only the thread that made an array can compute it
-    return probe(model).quantized(kv_bits)
+    with lock_of(model):
+        mx.eval(model.state)  # only the thread that made an array can compute it
+        return probe(model).quantized(kv_bits)
 
 
 @dataclass(frozen=True, slots=True)

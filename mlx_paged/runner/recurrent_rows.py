@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import local
+from types import FrameType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,7 +78,7 @@ class RecurrentRows:
 
     def __init__(self, model: nn.Module) -> None:
         self._forward = _Forward()
-        self._known: set[int] = set()
+        self._known = WeakValueDictionary[int, nn.Module]()  # by id
 
     @classmethod
     def of(cls, model: nn.Module) -> "RecurrentRows":
@@ -87,7 +89,7 @@ class RecurrentRows:
         """Let these modules compute rows, from now on."""
         for module in modules:
             if id(module) not in self._known:
-                self._known.add(id(module))
+                self._known[id(module)] = module
                 override(module, "__call__", self._call)
 
     @contextmanager
@@ -162,13 +164,13 @@ class WatchedStates(ArraysCache):
 
     Attributes:
         kind: the class of the model's own states.
-        users: these modules, each once.
+        users: these modules, each once; None: what is within no module.
     """
 
     def __init__(self, like: ArraysCache) -> None:
         super().__init__(len(like.cache))
         self.kind = type(like)
-        self.users: list[nn.Module] = []
+        self.users: list[nn.Module | None] = []
 
     @staticmethod
     def of(like: ArraysCache) -> "WatchedStates":
@@ -185,9 +187,9 @@ class WatchedStates(ArraysCache):
         super().__setitem__(index, value)
 
     def _note_user(self) -> None:
-        frame = sys._getframe(2)
-        while not isinstance(user := frame.f_locals.get("self"), nn.Module):
-            assert frame.f_back is not None, "a model's cache is used within one of its modules"
+        frame: FrameType | None = sys._getframe(2)
+        while frame and not isinstance(frame.f_locals.get("self"), nn.Module):
             frame = frame.f_back
+        user = frame and frame.f_locals["self"]
         if not any(user is known for known in self.users):
             self.users.append(user)

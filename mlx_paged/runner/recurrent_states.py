@@ -22,6 +22,7 @@ class _Joined:
     def __init__(self, states: States) -> None:
         self.states = states
         self.forms = forms_of(states)
+        self.rows = max([len(array) for array in arrays_of(states)], default=1)
 
 
 class RecurrentStates:
@@ -29,9 +30,9 @@ class RecurrentStates:
 
     A recurrent layer keeps a state of fixed size instead of K/V. A forward has those of its
     sequences joined along axis 0, and they stay joined after it: while the same sequences are
-    computed in the same order, nothing is split or copied. A sequence has the states after its
-    newest span. If drafts are in it, and one of them is wrong, the next span begins where the
-    states before them are: these are kept until then.
+    computed in the same order, nothing is split or copied. A sequence that waits gets arrays of its
+    own. A sequence has the states after its newest span. If drafts are in it, and one of them is
+    wrong, the next span begins where the states before them are: these are kept until then.
     """
 
     def __init__(self, caches: Sequence[ArraysCache], rows: RecurrentRows | None = None) -> None:
@@ -41,6 +42,7 @@ class RecurrentStates:
         self._rows = rows
         # By sequence and position, each in a row of joined states.
         self._held: dict[int, dict[int, tuple[_Joined, int]]] = {}
+        self._mixed = set[int]()  # sequences whose rows may be beside those of others
         self._empty = _Joined([[None] * len(cache.cache) for cache in caches])
 
     @property
@@ -73,16 +75,22 @@ class RecurrentStates:
     def load(self, seq_ids: Sequence[int], positions: Sequence[int], padding: int = 0) -> None:
         """Put these sequences' states at these positions into the model's caches, with rows of
         padding behind them, whose values mean nothing."""
-        runs: list[tuple[_Joined, int, int]] = []  # rows from the second number up to the third
-        for joined, row in map(self._at, seq_ids, positions):
-            if runs and runs[-1][0] is joined and runs[-1][2] == row:
-                runs[-1] = joined, runs[-1][1], row + 1
-            else:
-                runs.append((joined, row, row + 1))
-        rows = [slice(first, stop) for _, first, stop in runs]
-        layers = zip(self.caches, *(joined.states for joined, *_ in runs), strict=True)
-        for cache, *layer in layers:
-            cache.cache = [_join(column, rows, padding) for column in zip(*layer, strict=True)]
+        places = [*map(self._at, seq_ids, positions)]
+        used: dict[_Joined, list[int]] = {}
+        for joined, row in places:
+            used.setdefault(joined, []).append(row)
+        parts, before, count = list[slice](), dict[_Joined, int](), 0
+        for joined, rows in used.items():
+            room = padding if len(parts) == len(used) - 1 else 0
+            part = slice(min(rows), min(max(rows) + 1 + room, joined.rows))
+            before[joined] = count - part.start
+            count += part.stop - part.start
+            parts.append(part)
+        order = [before[joined] + row for joined, row in places]
+        order += [min(row, count - 1) for row in range(len(order), len(order) + padding)]
+        index = None if order == [*range(count)] else mx.array(order, mx.int32)
+        for cache, *layer in zip(self.caches, *[joined.states for joined in used], strict=True):
+            cache.cache = [_join(column, parts, index) for column in zip(*layer, strict=True)]
 
     def load_zeros(self, forms: Forms, rows: int) -> None:
         """Put zeros into the model's caches, as states of these forms."""
@@ -93,7 +101,7 @@ class RecurrentStates:
     def computing(self, spans: Sequence[Span], are_rows: bool, padding: int = 0) -> Iterator[None]:
         """A forward of these spans within this context begins with their states, and with rows of
         padding. The states after it are then theirs."""
-        if self._rows is not None and are_rows:
+        if self._rows is not None and are_rows and not self._are_alike(spans):
             runs = self.runs(spans, padding)
             with self._rows.computing(runs, self.caches):
                 yield
@@ -149,6 +157,20 @@ class RecurrentStates:
         """Let `child` start with its parent's states; arrays are never changed in place."""
         if parent in self._held:
             self._held[child] = dict(self._held[parent])
+            self._mixed.add(child)
+
+    def separate(self, seq_ids: Iterable[int]) -> list[mx.array]:
+        """Let all sequences but these, which were computed now, have arrays of their own: a row
+        keeps those beside it in memory. Returns the new arrays, which are not evaluated."""
+        waiting, self._mixed = self._mixed.difference(seq_ids), {*seq_ids}
+        own: dict[tuple[_Joined, int], tuple[_Joined, int]] = {}
+        for seq_id in waiting:
+            held = self._held.get(seq_id, {})
+            for position, place in held.items():
+                if place not in own:
+                    own[place] = _Joined(self.copy(seq_id, position) or []), 0
+                held[position] = own[place]
+        return [array for joined, _ in own.values() for array in arrays_of(joined.states)]
 
     def copy(self, seq_id: int, position: int) -> States | None:
         """A copy of a sequence's states at a position that may be kept for long; None if it has
@@ -173,6 +195,7 @@ class RecurrentStates:
     def clear(self) -> None:
         """Forget every sequence and empty the model's caches."""
         self._held.clear()
+        self._mixed.clear()
         self._empty_caches()
 
     def arrays(self, seq_ids: Iterable[int]) -> list[mx.array]:
@@ -183,6 +206,11 @@ class RecurrentStates:
     def _empty_caches(self) -> None:
         for cache in self.caches:
             cache.cache = [None] * len(cache.cache)
+
+    def _are_alike(self, spans: Sequence[Span]) -> bool:
+        """Whether these are a batch as in mlx-lm: one token each, and states of the same forms."""
+        forms = self._at(spans[0].request.id, spans[0].start)[0].forms
+        return all([s.stop - s.start == 1 for s in spans]) and self.have(spans, forms)
 
     def _at(self, seq_id: int, position: int) -> tuple[_Joined, int]:
         return self._held[seq_id][position] if position else (self._empty, 0)
@@ -219,17 +247,14 @@ def forms_of(states: Iterable[LayerState]) -> Forms:
 
 
 def _join(
-    arrays: Sequence[mx.array | None], rows: Sequence[slice], padding: int
+    arrays: Sequence[mx.array | None], rows: Sequence[slice], index: mx.array | None
 ) -> mx.array | None:
-    """These rows of the arrays in one, with so many rows of zeros or of anything behind them."""
+    """These rows of the arrays in one; with `index`, those of them that it names."""
     known = [array for array in arrays if array is not None]
     if not known:
         return None
     assert len(known) == len(arrays), "sequences with and without a state in one forward"
-    count = sum(own.stop - own.start for own in rows) + padding
-    if len(known) == 1 and rows[0].start == 0 and len(known[0]) == count:
-        return known[0]
-    parts = [a[own] for a, own in zip(known, rows, strict=True)]
-    if padding:
-        parts.append(mx.zeros((padding, *known[0].shape[1:]), known[0].dtype))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    pairs = zip(known, rows, strict=True)
+    parts = [a if own == slice(0, len(a)) else a[own] for a, own in pairs]
+    joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+    return joined if index is None else mx.take(joined, index, axis=0)

@@ -1,8 +1,8 @@
 """Compute only the sampled rows where the others are not needed: logits and the last layer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import local
+from contextlib import AbstractContextManager, contextmanager
+from threading import RLock, local
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -61,25 +61,49 @@ class LogitRows:
         return projection(x if rows is None else mx.take(x, rows, axis=self._wanted.axis))
 
 
+class _Attached(dict[str, Any]):
+    """What is kept on a model. A copy of the model, or what is unpickled, has None instead."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+_attaching = RLock()
+
+
 def attached_to(model: nn.Module, name: str, make: Callable[[nn.Module], _Kept]) -> _Kept:
     """The object that is kept on the model under this name; it is made at the first call."""
-    attribute = f"_mlx_paged_{name}"
-    if not hasattr(model, attribute):
-        object.__setattr__(model, attribute, make(model))
-    kept: _Kept = getattr(model, attribute)
+    with _attaching:
+        own = getattr(model, "_mlx_paged", None)
+        if own is None:
+            object.__setattr__(model, "_mlx_paged", own := _Attached())
+        if name not in own:
+            own[name] = make(model)
+        kept: _Kept = own[name]
     return kept
+
+
+def lock_of(model: nn.Module) -> AbstractContextManager[Any]:
+    """Held by a thread that reads the model's parameters or, for a trace, replaces them."""
+    return attached_to(model, "lock", lambda model: RLock())
 
 
 def override(module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
     """Replace a method of this one module by ``replacement(original, *args, **kwargs)``. The
-    module's class becomes a subclass of its class."""
+    module's class becomes a subclass of its class. Copies of the module have its first class."""
     base = type(module)
+    plain = getattr(base, "_mlx_paged_plain", base)
 
     def overridden(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         original = getattr(base, method)  # which a forward on a CPU may divert
         return replacement(original.__get__(self), *args, **kwargs)
 
-    members = {method: overridden, "__module__": base.__module__}
+    def reduced(self: nn.Module, protocol: int) -> tuple[Any, ...]:
+        content: Any = object.__reduce_ex__(self, max(protocol, 2))
+        return plain.__new__, (plain,), *content[2:]
+
+    members = {method: overridden, "__reduce_ex__": reduced, "_mlx_paged_plain": plain}
+    members["__module__"] = base.__module__
     module.__class__ = type(base.__name__, (base,), members)
 
 
