@@ -2,6 +2,7 @@
 joined exactly when these change."""
 
 from collections.abc import Iterable
+from io import StringIO
 from typing import Any
 
 import mlx.core as mx
@@ -93,6 +94,41 @@ def test_sequences_leave_and_change_their_order(layers, after, padding):
     layers.step(1, 2, 3, 4, padding=1)
     layers.step(*after, padding=padding)
     layers.step(*after, padding=padding)
+    layers.check()
+
+
+def test_however_many_come_from_two_batches_each_array_is_gathered_once():
+    """As after drafts, when every other sequence goes on from the state before them."""
+
+    def nodes(count: int) -> int:
+        layers = Layers()
+        for ids in (range(0, count, 2), range(1, count, 2)):
+            for _ in range(4):
+                layers.step(*ids)
+        mx.eval(layers.states.arrays(range(count)))
+        spans = layers.spans(range(count))
+        layers.states.load([*range(count)], [span.start for span in spans])
+        graph = StringIO()
+        mx.export_to_dot(graph, *[a for c in layers.caches for a in c.cache if a is not None])
+        layers.step(*range(count))
+        layers.check()
+        return graph.getvalue().count("label")
+
+    assert nodes(4) == nodes(16)
+
+
+def test_rows_of_a_waiting_sequence_become_arrays_of_its_own(layers):
+    for _ in range(4):
+        layers.step(1, 2, 3, 4)
+    layers.states.fork(3, 5)
+    layers.expected[5] = list(layers.expected[3])
+    assert layers.states.separate([1, 2, 3, 4, 5]) == []
+    joined = layers.joined()
+    own = layers.states.separate([1, 2])  # twice two layers of two arrays: 5 is as 3
+    assert [array.shape[0] for array in own] == [1] * 8
+    assert layers.joined() is joined and layers.states.separate([1, 2]) == []
+    layers.check()
+    layers.step(2, 4, 5, 1)
     layers.check()
 
 
