@@ -81,8 +81,7 @@ class RecurrentStates:
             used.setdefault(joined, []).append(row)
         parts, before, count = list[slice](), dict[_Joined, int](), 0
         for joined, rows in used.items():
-            room = padding if len(parts) == len(used) - 1 else 0
-            part = slice(min(rows), min(max(rows) + 1 + room, joined.rows))
+            part = slice(min(rows), min(max(rows) + 1 + padding, joined.rows))
             before[joined] = count - part.start
             count += part.stop - part.start
             parts.append(part)
