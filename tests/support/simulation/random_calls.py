@@ -164,7 +164,8 @@ class RandomCalls:
         max_tokens = rng.randint(1, min(5, self.setting.most_tokens))
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=self._stop_token_ids())
         penalty = rng.choice((-1.0, 0.0, 1.0, 2.0))
-        return params, BeamOptions(rng.randint(1, 4), penalty, rng.random() < 0.5)
+        most = min(4, self.setting.num_blocks)  # as the engine asks where it knows no vocabulary
+        return params, BeamOptions(rng.randint(1, most), penalty, rng.random() < 0.5)
 
     def breaking_length(self, num_prompt: int, max_tokens: int) -> int | None:
         """Tokens, prompt included, from which on every step with a request fails."""
