@@ -24,7 +24,7 @@ def _at(key: str, *within: str) -> Callable[[Summary], Any]:
 
 
 def _percentiles(name: str, key: str) -> list[Column]:
-    return [(f"{name} {p}" if p == "p50" else p, _at(key, p), ".1f") for p in PERCENTILES]
+    return [(f"{name} {p}", _at(key, p), ".1f") for p in PERCENTILES]
 
 
 TABLES: dict[str, Sequence[Column]] = {
@@ -41,9 +41,9 @@ TABLES: dict[str, Sequence[Column]] = {
     "pace in ms": (*_percentiles("ITL", "itl_ms"), *_percentiles("tick", "tick_ms")),
     "K/V in MiB": (
         ("held peak", _at("kv_held_peak_mib"), ".2f"),
-        ("mean", _at("kv_held_mean_mib"), ".2f"),
+        ("held mean", _at("kv_held_mean_mib"), ".2f"),
         ("live peak", _at("kv_live_peak_mib"), ".2f"),
-        ("mean", _at("kv_live_mean_mib"), ".2f"),
+        ("live mean", _at("kv_live_mean_mib"), ".2f"),
         ("held/live", _at("kv_held_over_live"), ".3f"),
         ("pool", _at("kv_pool_mib"), ".1f"),
         ("MLX peak", _at("peak_mlx_mib"), ".1f"),
@@ -79,6 +79,13 @@ def headlines(outcome: Mapping[str, Any]) -> Iterator[str]:
         if name != next(iter(engines)) and (same := row["streams_as_first"]) is not None:
             text += f" {same} of {row['streams']} streams got the same tokens"
         yield text.rstrip(";")
+    yield from remarks(outcome)
+
+
+def remarks(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """Streams that failed, and what the bench itself did beside a server."""
+    engines: dict[str, Summary] = outcome["engines"]
+    for name, row in engines.items():
         if failures := row["failures"]:
             of = f"{len(failures)} of {row['rounds'] * row['streams']} streams failed"
             yield f"{name}: {of}; the first: {failures[0]}"
