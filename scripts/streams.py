@@ -85,9 +85,10 @@ def picture(result: dict[str, Any]) -> str:
         f" {each['first_token_s']:.1f} s"
         for name, each in engines.items()
     }
+    dtype = result["model"].removeprefix("smollm2-")
     title = (
-        f"{result['streams']} streams of SmolLM2-135M in {result['model'].removeprefix('smollm2-')};"
-        f" a prompt of {result['prompt_tokens']:,} tokens arrives at 0 s ({result['cores']} CPU cores)"
+        f"{result['streams']} streams of SmolLM2-135M in {dtype}; a prompt of"
+        f" {result['prompt_tokens']:,} tokens arrives at 0 s ({result['cores']} CPU cores)"
     )
     said = "; ".join(f"{name}: {text}" for name, text in about.items())
     body = "".join(_panels(engines, about, wide / shown_s, high, end))

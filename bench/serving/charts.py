@@ -30,10 +30,9 @@ class Axis:
 
     def parts(self, values: Sequence[float]) -> np.ndarray:
         """Where values lie, 0 at the least and 1 at the most."""
-        numbers = np.clip(np.array(values, dtype=float), self.least, self.most)
+        numbers: np.ndarray = np.clip(np.array(values, float), self.least, self.most)
         if self.is_log:
-            found: np.ndarray = np.log(numbers / self.least) / np.log(self.most / self.least)
-            return found
+            return np.asarray(np.log(numbers / self.least) / np.log(self.most / self.least))
         return (numbers - self.least) / (self.most - self.least)
 
     def labelled(self) -> list[float]:

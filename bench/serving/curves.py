@@ -35,14 +35,17 @@ def sections(runs: Mapping[str, Run], phases: Mapping[str, Phases]) -> Iterator[
     """A run of each engine, and the phases of those that have steps."""
     kinds = {name: f"e{i % COLOURS}" for i, name in enumerate(runs)}
     inside = {name: runs[name] for name in phases}
-    about = "A stream is under way from when it is due to its last token."
-    yield Section("Streams", about, [_throughput(runs, kinds), _under_way(runs, kinds)], kinds)
-    about = "The part of all streams, or of all gaps between tokens, that took no longer."
-    latency = [
+    about = (
+        "A stream is under way from when it is due to its last token. The other two charts show the"
+        " part of all streams, or of all gaps between tokens, that took no longer."
+    )
+    charts = [
+        _throughput(runs, kinds),
+        _under_way(runs, kinds),
         _ranks("time to first token", "streams", ttfts_ms, runs, kinds),
         _ranks("time between two tokens", "gaps", itls_ms, runs, kinds),
     ]
-    yield Section("Latency", about, latency, kinds)
+    yield Section("Streams", about, charts, kinds)
     if inside:
         about = (
             "K/V memory at the end of each step, in blocks (of engines without blocks: their bytes"
