@@ -4,6 +4,7 @@ import json
 import re
 from argparse import Namespace
 from html import unescape
+from itertools import pairwise
 
 import pytest
 
@@ -19,10 +20,11 @@ SVG = re.compile(r'<svg [^>]*aria-label="([^"]*)">(.*?)</svg>')
 
 
 def made(name, slowness=1.0, *, ticks=True, fails=False):
-    """Ten steps of one token for one stream."""
-    step_s = slowness * 0.1
-    ends = [step_s * i for i in range(1, 11)]
-    inside = [Tick(end - step_s, 1000 * step_s, 1, 0, 1, 0, 0, 0, 9, 9) for end in ends]
+    """Ten steps of one token for one stream, each longer than the one before."""
+    ends = [slowness * 0.1 * i * (1 + i / 20) for i in range(11)]
+    gaps = list(pairwise(ends))
+    inside = [Tick(start, 1000 * (end - start), 1, 0, 1, 0, 0, 0, 9, 9) for start, end in gaps]
+    ends = ends[1:]
     streams = [Stream(0, 0.0, [] if fails else ends, [1] * 10, not fails)]
     failures = ["status 503"] if fails else []
     tail = {"static_blocks": 2, "block_bytes": 4.0, "failures": failures}
