@@ -17,6 +17,7 @@ NAMES = {
     "torch_folded": "torch sdpa, GQA folded",
     "ggml": "ggml flash, contiguous",
 }
+X_LABELS = {"context": "context", "length": "chunk"}
 
 
 def ceiling_lines(machine: dict[str, Any], ceilings: dict[str, Any]) -> list[str]:
@@ -103,7 +104,7 @@ def _draw(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
         points = sorted((row[x], row["ways"][name][y]) for row in rows if name in row["ways"])
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
-    axis.set(xscale="log", yscale="log", xlabel=f"{x} (tokens)")
+    axis.set(xscale="log", yscale="log", xlabel=f"{X_LABELS[x]} (tokens)")
     values = sorted({row[x] for row in rows})
     axis.set_xticks(values, [f"{value:,}" for value in values])
     axis.xaxis.minorticks_off()
