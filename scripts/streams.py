@@ -66,10 +66,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def longest_gap_s(engine: dict[str, Any]) -> float:
     """Between two tokens of a stream, from the arrival to the first token of the long prompt."""
-    end = engine["first_token_s"]
-    return max(
-        b - a for times in engine["tokens_s"] for a, b in pairwise(times) if b > 0 and a < end
-    )
+    end, rows = engine["first_token_s"], engine["tokens_s"]
+    pairs = (pair for times in rows for pair in pairwise(times))
+    return float(max(after - before for before, after in pairs if after > 0 and before < end))
 
 
 def picture(result: dict[str, Any]) -> str:

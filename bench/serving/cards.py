@@ -61,7 +61,11 @@ def _times(key: str, high: str) -> Callable[[Summary], Line | None]:
         times = row[key]
         if times["p50"] is None:
             return None
-        return Line(f"{times['p50']:.1f} ms", f"median; {high} {times[high]:.1f} ms")
+        middle = times["p50"]
+        return Line(
+            f"{middle:.1f} ms" if middle >= 1 else f"{middle:.2g} ms",
+            f"median; {high} {times[high]:.1f} ms",
+        )
 
     return line
 

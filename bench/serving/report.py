@@ -11,7 +11,7 @@ from bench.serving.charts import Chart
 from bench.serving.curves import Section, sections
 from bench.serving.measures import Summary
 from bench.serving.phases import split
-from bench.serving.results import phase_lines, remarks, tables_of
+from bench.serving.results import failures, of_clients, phase_lines, tables_of
 from bench.serving.run import Run
 
 STYLE = Path(__file__).with_name("style.css")
@@ -46,7 +46,7 @@ def _body(outcome: Mapping[str, Any], drawn: Iterator[Section] | tuple[()]) -> I
     yield _about(outcome)
     if outcome["partial"]:
         yield '<p class="warning">Interrupted: this is what was measured so far.</p>'
-    for line in remarks(outcome):
+    for line in failures(outcome):
         yield f'<p class="warning">{escape(line)}</p>'
     yield f'<div class="cards">{"".join(_cards(outcome))}</div>'
     for section in drawn:
@@ -56,6 +56,7 @@ def _body(outcome: Mapping[str, Any], drawn: Iterator[Section] | tuple[()]) -> I
         yield f'<div class="charts">{"".join(map(_figure, section.charts))}</div>'
         yield f"<p>{section.about}</p>"
     yield "<h2>All figures</h2>"
+    yield from (f"<p>{escape(line)}.</p>" for line in of_clients(outcome))
     yield from map(_table, tables_of(rows))
     texts = {name: "\n".join(phase_lines(row)) for name, row in rows.items()}
     if any(texts.values()):
@@ -68,12 +69,12 @@ def _body(outcome: Mapping[str, Any], drawn: Iterator[Section] | tuple[()]) -> I
 
 def _about(outcome: Mapping[str, Any]) -> str:
     work = outcome["work"]
-    source = outcome["trace"] or outcome["preset"]
+    source, model = outcome["trace"] or outcome["preset"], outcome["model"] or "of the server"
     return (
         f"<p>{escape(str(source))}: {work['requests']} requests, {work['prompt_tokens']} prompt and"
-        f" {work['output_tokens']} output tokens, {outcome['loop']} loop, model"
-        f" {escape(str(outcome['model']))}, seed {outcome['seed']}. Trace {work['digest']}. An axis"
-        " is logarithmic where engines lie far apart on it.</p>"
+        f" {work['output_tokens']} output tokens, {outcome['loop']} loop, model {escape(model)},"
+        f" seed {outcome['seed']}. Trace {work['digest']}. An axis is logarithmic where engines lie"
+        " far apart on it.</p>"
     )
 
 

@@ -79,16 +79,21 @@ def headlines(outcome: Mapping[str, Any]) -> Iterator[str]:
         if name != next(iter(engines)) and (same := row["streams_as_first"]) is not None:
             text += f" {same} of {row['streams']} streams got the same tokens"
         yield text.rstrip(";")
-    yield from remarks(outcome)
+    yield from failures(outcome)
+    yield from of_clients(outcome)
 
 
-def remarks(outcome: Mapping[str, Any]) -> Iterator[str]:
-    """Streams that failed, and what the bench itself did beside a server."""
-    engines: dict[str, Summary] = outcome["engines"]
-    for name, row in engines.items():
-        if failures := row["failures"]:
-            of = f"{len(failures)} of {row['rounds'] * row['streams']} streams failed"
-            yield f"{name}: {of}; the first: {failures[0]}"
+def failures(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """Engines of which streams failed."""
+    for name, row in outcome["engines"].items():
+        if failed := row["failures"]:
+            of = f"{len(failed)} of {row['rounds'] * row['streams']} streams failed"
+            yield f"{name}: {of}; the first: {failed[0]}"
+
+
+def of_clients(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """What the bench itself did beside a server."""
+    for name, row in outcome["engines"].items():
         if row["client_cpu_s"] is not None:
             asked = outcome["work"]["output_tokens"]
             yield (
