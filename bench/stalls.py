@@ -203,7 +203,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--warm-up-tokens", type=COUNT, default=1024, help="of the prompt that comes before")
     add("--prefill-chunk", type=COUNT, default=512, help="of mlx_paged")
     add("--small-step", type=COUNT, default=128, help="prefill step of mlx-lm")
-    add("--picture", metavar="FILE", help="draw the tokens of two engines' first rounds")
     add_rounds(parser, 3)
     add_model(parser)
     return parser.parse_args(argv)
@@ -243,37 +242,6 @@ def gap_table(rows: dict[str, dict[str, Any]]) -> str:
     return table([head, *([name, *map(str, row.values())] for name, row in rows.items())])
 
 
-def draw(path: str, rounds: dict[str, Round]) -> None:
-    """Write a picture: a row of dots for each stream, a dot for each token, a plot an engine."""
-    from matplotlib import pyplot
-
-    figure, plots = pyplot.subplots(len(rounds), sharex=True, figsize=(9, 4), layout="constrained")
-    end = max(each.ttft_s for each in rounds.values())
-    for plot, (name, each) in zip(plots, rounds.items(), strict=True):
-        plot.eventplot(
-            each.tokens_s,
-            lineoffsets=range(1, len(each.tokens_s) + 1),
-            linewidths=1.2,
-            linelengths=0.7,
-        )
-        plot.axvline(0, color="black", linewidth=1)
-        plot.axvline(each.ttft_s, color="tab:red", linewidth=1.5)
-        plot.set_title(
-            f"{name}: longest gap {max(each.gaps) / 1000:.2f} s,"
-            f" first token of the long prompt after {each.ttft_s:.1f} s",
-            loc="left",
-            fontsize=10,
-        )
-        plot.set_ylabel("stream")
-        plot.set_yticks(range(1, len(each.tokens_s) + 1, 2))
-        plot.set_xlim(-0.1 * end, 1.05 * end)
-    plots[-1].set_xlabel(
-        "seconds after a long prompt arrives (black line); red line: its first token;"
-        " a mark: a token of a stream"
-    )
-    figure.savefig(path, dpi=120)
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
@@ -301,9 +269,6 @@ def main(argv: list[str] | None = None) -> None:
     print(gap_table(rows))
     bounded, _, stock, _ = rounds
     ratio = max_gap_ratio(rounds[stock], rounds[bounded])
-    if args.picture is not None:
-        shown = {"mlx_paged": rounds[bounded][0], "mlx-lm": rounds[stock][0]}
-        draw(args.picture, shown)
     print(f"Largest gap, {stock} over {bounded}: {ratio:.1f}x (median of rounds)")
     result = {
         **vars(args),

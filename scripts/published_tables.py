@@ -205,7 +205,7 @@ PARTS = {
         ),
         served,
     ),
-    "stalls": Part(("bench.stalls --rounds 1 --picture docs/images/streams.png",), stalls),
+    "stalls": Part(("bench.stalls --rounds 1",), stalls),
     "samples": Part(("bench.memory --prompt-tokens 2000 --rounds 1",), samples),
     "joins": Part(("bench.admission --rounds 1",), joins),
     "attention": Part(

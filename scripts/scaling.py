@@ -125,7 +125,7 @@ def plot(path: Path, points: list[Point], growth: dict[str, Any], crowd: list[Po
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 4.2), width_ratios=(3, 1), layout="constrained"
+        1, 2, figsize=(8.4, 4), width_ratios=(3, 1), layout="constrained"
     )
     for rows in dict.fromkeys(point.rows for point in points):
         of_rows = sorted((p for p in points if p.rows == rows), key=lambda p: p.live_tokens)
@@ -135,18 +135,20 @@ def plot(path: Path, points: list[Point], growth: dict[str, Any], crowd: list[Po
             growth["fixed_ms"] + (rows * growth["us_a_row"] + tokens * growth["us_a_token"]) / 1000
         )
         left.plot(tokens, line, color=dots.get_color(), linewidth=1)
-    left.set(xlabel="live tokens", ylabel="decode step (quietest tenth), ms")
+    left.set(xlabel="live tokens", ylabel="time of a decode step (ms)")
     left.set(xlim=(0, None), ylim=(0, None))
+    left.xaxis.set_major_formatter("{x:,.0f}")
     left.set_title(
-        "{fixed_ms:.1f} ms + {us_a_row:.0f} us a row + {us_a_token:.2f} us a live token".format(
-            **growth
-        )
+        "Quietest tenth. Lines: {fixed_ms:.1f} ms + {us_a_row:.0f} µs a row + {us_a_token:.2f} µs a"
+        " live token".format(**growth),
+        fontsize=10,
     )
-    left.legend()
-    right.boxplot([point.step_ms for point in crowd], showfliers=False)
-    right.set_xticks([1, 2], [f"{point.waiting}" for point in crowd])
-    right.set(xlabel="requests waiting", ylim=(0, None), title=f"{crowd[0].rows} rows")
-    figure.savefig(path, dpi=130)
+    right.boxplot([point.step_ms for point in crowd], showfliers=False, widths=0.5)
+    right.set_xticks([1, 2], [f"{point.waiting:,}" for point in crowd])
+    right.set(xlabel="requests waiting", ylabel="all steps (ms)", ylim=(0, None))
+    right.set_title(f"{crowd[0].rows} rows", fontsize=10)
+    figure.legend(loc="outside lower left", ncols=len(points), frameon=False)
+    figure.savefig(path, dpi=200)
 
 
 def main(argv: list[str] | None = None) -> None:

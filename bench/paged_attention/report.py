@@ -17,6 +17,7 @@ NAMES = {
     "torch_folded": "torch sdpa, GQA folded",
     "ggml": "ggml flash, contiguous",
 }
+X_LABELS = {"context": "context", "length": "chunk"}
 
 
 def ceiling_lines(machine: dict[str, Any], ceilings: dict[str, Any]) -> list[str]:
@@ -69,7 +70,7 @@ def plot(path: Path, result: dict[str, Any]) -> None:
     panels = [("context", "best_gb_s", decodes, read), ("length", "best_gflop_s", chunks, gemm)]
     panels = [panel for panel in panels if panel[2]]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    size = (max(9, 1 + 4.3 * len(dtypes)), 0.9 + 3.4 * len(panels))
+    size = (max(8.4, 1 + 3.8 * len(dtypes)), 1.4 + 2.9 * len(panels))
     figure, axes = pyplot.subplots(
         len(panels), len(dtypes), figsize=size, sharey="row", squeeze=False, layout="constrained"
     )
@@ -78,7 +79,8 @@ def plot(path: Path, result: dict[str, Any]) -> None:
             _draw(axis, [row for row in of_kind if row["dtype"] == dtype], x, y)
             axis.axhline(ceiling, color="grey", linestyle="--", linewidth=1, label="ceiling")
         row_axes[0].set_ylabel("GB/s of live K/V" if x == "context" else "GFLOP/s")
-    axes[0, 0].legend(fontsize=8)
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.lines}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=3, frameon=False)
     partial = "; PARTIAL" if result["partial"] else ""
     figure.suptitle(
         f"Attention, {heads} (query heads : KV heads : dim); fastest round, {result['clock']} time;"
@@ -86,7 +88,7 @@ def plot(path: Path, result: dict[str, Any]) -> None:
         f" BLAS: {machine['blas']}{partial}",
         fontsize=10,
     )
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=200)
     pyplot.close(figure)
 
 
@@ -102,10 +104,11 @@ def _draw(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
         points = sorted((row[x], row["ways"][name][y]) for row in rows if name in row["ways"])
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
-    axis.set(xscale="log", yscale="log", xlabel=f"{x}, tokens")
+    axis.set(xscale="log", yscale="log", xlabel=f"{X_LABELS[x]} (tokens)")
     values = sorted({row[x] for row in rows})
-    axis.set_xticks(values, [str(value) for value in values])
-    axis.minorticks_off()
+    axis.set_xticks(values, [f"{value:,}" for value in values])
+    axis.xaxis.minorticks_off()
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3)
     for row in rows[:1]:
         what = "batch {batch}" if x == "context" else "context {context}"

@@ -15,7 +15,7 @@ from bench.command import INTERRUPTED, make_parser
 from bench.serving.arguments import add_arguments, parse
 from bench.serving.behind import LINE, compare, without_long
 from bench.serving.engines import ANY_VOCAB, load_model
-from bench.serving.report import check_report, write_report
+from bench.serving.report import write_report
 from bench.serving.results import outcome_of, print_outcome
 from bench.serving.session import Session, describe, trace_of
 from bench.serving.trace import write_trace
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(parser, argv)
     try:
         if args.report is not None:
-            check_report(args.report)
+            args.report.mkdir(parents=True, exist_ok=True)
         model, vocab_size = (None, ANY_VOCAB) if args.model is None else load_model(args.model)
         trace = trace_of(args, vocab_size)
         if args.write_trace is not None:

@@ -118,7 +118,7 @@ def _add_output(add: Callable[..., Any]) -> None:
     add("--attainment", type=FRACTION, default=0.9, help=part)
     spike = "of a tick (default: 5 medians of the run, at most 0.2)"
     add("--spike-threshold", type=ABOVE_ZERO, metavar="SECONDS", help=spike)
-    add("--report", type=Path, metavar="DIR", help="write an HTML page with pictures")
+    add("--report", type=Path, metavar="DIR", help="write an HTML page with charts")
     stall = "sleep in this tick of every run, to check that the stall is found (for tests)"
     add("--inject-stall", type=_checked(Stall.parse), metavar="MS@TICK", help=stall)
 

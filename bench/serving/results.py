@@ -24,7 +24,7 @@ def _at(key: str, *within: str) -> Callable[[Summary], Any]:
 
 
 def _percentiles(name: str, key: str) -> list[Column]:
-    return [(f"{name} {p}" if p == "p50" else p, _at(key, p), ".1f") for p in PERCENTILES]
+    return [(f"{name} {p}", _at(key, p), ".1f") for p in PERCENTILES]
 
 
 TABLES: dict[str, Sequence[Column]] = {
@@ -41,9 +41,9 @@ TABLES: dict[str, Sequence[Column]] = {
     "pace in ms": (*_percentiles("ITL", "itl_ms"), *_percentiles("tick", "tick_ms")),
     "K/V in MiB": (
         ("held peak", _at("kv_held_peak_mib"), ".2f"),
-        ("mean", _at("kv_held_mean_mib"), ".2f"),
+        ("held mean", _at("kv_held_mean_mib"), ".2f"),
         ("live peak", _at("kv_live_peak_mib"), ".2f"),
-        ("mean", _at("kv_live_mean_mib"), ".2f"),
+        ("live mean", _at("kv_live_mean_mib"), ".2f"),
         ("held/live", _at("kv_held_over_live"), ".3f"),
         ("pool", _at("kv_pool_mib"), ".1f"),
         ("MLX peak", _at("peak_mlx_mib"), ".1f"),
@@ -79,9 +79,21 @@ def headlines(outcome: Mapping[str, Any]) -> Iterator[str]:
         if name != next(iter(engines)) and (same := row["streams_as_first"]) is not None:
             text += f" {same} of {row['streams']} streams got the same tokens"
         yield text.rstrip(";")
-        if failures := row["failures"]:
-            of = f"{len(failures)} of {row['rounds'] * row['streams']} streams failed"
-            yield f"{name}: {of}; the first: {failures[0]}"
+    yield from failures(outcome)
+    yield from of_clients(outcome)
+
+
+def failures(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """Engines of which streams failed."""
+    for name, row in outcome["engines"].items():
+        if failed := row["failures"]:
+            of = f"{len(failed)} of {row['rounds'] * row['streams']} streams failed"
+            yield f"{name}: {of}; the first: {failed[0]}"
+
+
+def of_clients(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """What the bench itself did beside a server."""
+    for name, row in outcome["engines"].items():
         if row["client_cpu_s"] is not None:
             asked = outcome["work"]["output_tokens"]
             yield (
