@@ -87,12 +87,14 @@ class CausalMask(TaggedArray):
     window: int | None
 
     def __getitem__(self, item: Any) -> mx.array:
-        """Models of mlx-vlm take the columns of all keys, ``mask[..., :n]``: the same mask."""
+        """Models of mlx-vlm take the columns of all keys, ``mask[..., :n]``: a causal mask, too,
+        though padding has more columns."""
+        found: mx.array = super().__getitem__(item)
         if isinstance(item, tuple) and len(item) == 2 and item[0] is Ellipsis:
             is_start = isinstance(item[1], slice) and (item[1].start, item[1].step) == (None, None)
-            if is_start and (item[1].stop or 0) >= self.shape[-1]:
-                return self
-        return super().__getitem__(item)
+            if is_start and (item[1].stop or 0) >= 0:
+                return CausalMask.of(found, window=self.window)
+        return found
 
 
 class RotaryScores(TaggedArray):

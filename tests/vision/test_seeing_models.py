@@ -57,6 +57,17 @@ def test_sixteen_requests_answer_as_each_alone(name):
     assert f"| {name} | {engine.manager.profile.batching} |" in DOCUMENT.read_text()
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+def test_an_engine_that_may_compile_decodes_answers_the_same(name):
+    """Models that read a length on the host cannot be traced."""
+    model = tiny.build(name)
+    prompts = mixed(model, name)[:4]
+    engine = make(model, compile=True)
+    reason = None if name == "qwen3_vl" else "MLX cannot trace a step"
+    assert engine.runner.why_plain == reason
+    assert answers(engine, prompts) == [tiny.alone(model, each, MAX_TOKENS) for each in prompts]
+
+
 def test_every_architecture_that_is_served_is_tried_here():
     assert {name.split()[0] for name in tiny.KINDS} == SEEING
 
