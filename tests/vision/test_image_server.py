@@ -161,7 +161,7 @@ def test_generate_takes_images(directory, alone, tmp_path, capsys):
     assert alone(TEXT, tiny.png(4)).strip() in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--prompt", ASK, "--image", str(image)])
-    assert "expected --vision" in capsys.readouterr().err
+    assert "expected --prompt and --vision" in capsys.readouterr().err
 
 
 def test_the_tower_runs_once_for_an_image_that_is_asked_about_again(server):
