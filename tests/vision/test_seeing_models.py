@@ -104,6 +104,29 @@ def test_samples_forks_and_beams_see_the_image():
     assert tokens == expected[3:]
 
 
+def beams_alone(model, prompt, num_beams, length):
+    """The likeliest continuations by a beam search of mlx-vlm's log-probabilities, without ends."""
+    found = [(0.0, [])]
+    for _ in range(length):
+        more = []
+        for total, tokens in found:
+            scores = tiny.next_logprobs(model, prompt, tokens)
+            more += [(total + score, [*tokens, i]) for i, score in enumerate(scores.tolist())]
+        found = sorted(more, reverse=True)[:num_beams]
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "gemma4"])
+def test_a_beam_search_sees_the_image(name):
+    model = tiny.build(name)
+    prompt = tiny.prompt(model, name, [5], tiny.picture(name, 1), tiny.words(1, 9))
+    expected = beams_alone(model, prompt, 3, 4)
+    found = make(model).beam_search(prompt, 3, max_tokens=4).beams
+    assert [beam.tokens for beam in found] == [tokens for _, tokens in expected]
+    sums = [sum(beam.logprobs) for beam in found]
+    assert np.allclose(sums, [total for total, _ in expected], atol=1e-4)
+
+
 def test_speculation_and_quantized_keys_take_image_prompts():
     model = tiny.build("qwen2_vl")
     prompts = mixed(model, "qwen2_vl")[:4]

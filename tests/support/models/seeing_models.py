@@ -235,9 +235,26 @@ def words(seed: int, count: int) -> list[int]:
 
 def alone(model: nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What mlx-vlm answers to one prompt."""
+    return [int(token) for token, _ in _steps(model, prompt, max_tokens)]
+
+
+def next_logprobs(model: nn.Module, prompt: Sequence[int], more: Sequence[int]) -> mx.array:
+    """``[V]``: mlx-vlm's log-probabilities after a prompt and more tokens of text."""
+    ((_, logprobs),) = _steps(model, prompt, 1, more)
+    return logprobs.reshape(-1)
+
+
+def _steps(
+    model: nn.Module, prompt: Sequence[int], max_tokens: int, more: Sequence[int] = ()
+) -> list[Any]:
     from mlx_vlm.generate import generate_step
 
-    tokens = mx.array([prompt])
+    tokens = mx.array([[*prompt, *more]])
+    options: Inputs = _inputs(prompt) | {"max_tokens": max_tokens, "temperature": 0.0}
+    return list(generate_step(tokens, model, mask=mx.ones_like(tokens), **options))
+
+
+def _inputs(prompt: Sequence[int]) -> Inputs:
     inputs: Inputs = {"pixel_values": None}
     if isinstance(prompt, SeenPrompt):
         pictures = prompt.sight.pictures
@@ -245,7 +262,4 @@ def alone(model: nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]
             key: mx.array(np.concatenate([p.inputs[key] for p in pictures], int(value.ndim == 5)))
             for key, value in pictures[0].inputs.items()
         }
-    steps = generate_step(
-        tokens, model, mask=mx.ones_like(tokens), max_tokens=max_tokens, temperature=0.0, **inputs
-    )
-    return [int(token) for token, _ in steps]
+    return inputs
