@@ -29,19 +29,25 @@ KEPT_BYTES = 256 << 20
 
 
 SEEING = {
-    "aya_vision", "gemma3", "gemma4", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "internvl_chat",
-    "llava", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "aya_vision", "dots_ocr", "gemma3", "gemma4", "glm4v", "glm4v_moe", "glm_ocr", "idefics3",
+    "internvl", "internvl_chat", "kimi_vl", "lfm2_vl", "llava", "mage_vl", "mistral3",
+    "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     "qwen3_5_moe", "smolvlm",
 }  # fmt: skip
-"""Architectures of mlx-vlm whose answers are the same in a batch; docs/support.md."""
+"""Architectures of mlx-vlm whose answers are the same in a batch; docs/vision.md."""
 
-BLIND = {
-    "gemma3n": "it reads further inputs of each layer that its images change",
-    "llava_next": "its images have more embeddings than tokens",
-    "mllama": "its images are read by cross-attention, which has no blocks",
-    "paligemma": "the tokens of its prompts see later ones",
-}
-"""Reasons of others."""
+REASONS = {
+    "its images have more embeddings than tokens": (
+        "fastvlm", "granite_vision", "llava_bunny", "llava_next", "multi_modality", "phi4_siglip",
+    ),
+    "its images are read by cross-attention, which has no blocks": (
+        "florence2", "mllama", "nemotron_parse",
+    ),
+    "tokens of its prompts see later ones": ("moondream2", "moondream3", "paligemma"),
+    "the tokens of its images have ids below 0": ("phi3_v",),
+    "it reads further inputs of each layer that its images change": ("gemma3n",),
+}  # fmt: skip
+"""Why others are refused."""
 
 
 SCALED_BY_FIRST_ROW = ("ministral3", "mistral4")
@@ -92,7 +98,7 @@ def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None"
             f"{type(model).__name__} of mlx-vlm is a part of a model: expected the first value of"
             " mlx_vlm.load(path)"
         )
-    reason = BLIND.get(kind)
+    reason = next((why for why, kinds in REASONS.items() if kind in kinds), None)
     options = getattr(model.language_model, "config", None)
     if getattr(options, "use_bidirectional_attention", None) == "vision":
         reason = "the tokens of an image see later ones"

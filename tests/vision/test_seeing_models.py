@@ -1,5 +1,6 @@
 """Models of mlx-vlm in a batch answer as mlx-vlm does with one prompt at a time."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 
 from mlx_paged import Engine, UnsupportedModelError
 
-pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
+mlx_vlm = pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
 
 from mlx_paged.vision import host
-from mlx_paged.vision.host import SEEING, SeeingModel
+from mlx_paged.vision.host import REASONS, SEEING, SeeingModel
 from mlx_paged.vision.sight import Picture
 from tests.support.models import seeing_models as tiny
 
@@ -59,6 +60,20 @@ def test_sixteen_requests_answer_as_each_alone(name):
 
 def test_every_architecture_that_is_served_is_tried_here():
     assert {name.split()[0] for name in tiny.KINDS} == SEEING
+
+
+def test_the_document_tells_of_every_architecture_that_sees():
+    """Those with a configuration of a tower that give embeddings to a model of text."""
+    root = Path(mlx_vlm.__file__).parent / "models"
+    files = [file for file in root.glob("*/*.py") if "def get_input_embeddings" in file.read_text()]
+    known = {file.parent.name for file in files if "ision" in file.read_text()}
+    document = DOCUMENT.read_text()
+    tables = document[document.index("## Architectures") :]
+    named = set(re.findall(r"\w+", tables))
+    assert known - named == set()
+    for reason, kinds in REASONS.items():
+        assert f"| {', '.join(kinds)} | {reason} |" in tables
+        assert not SEEING & set(kinds)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
