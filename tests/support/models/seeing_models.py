@@ -240,7 +240,7 @@ KINDS = {
             "use_bias": False,
             "rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]},
         },
-        {},
+        {"model_type": "paddleocr_vl"},
         {},
     ),
     "pixtral": Kind(sized(1), {"model_type": "mistral"}, SIZED, {}),
