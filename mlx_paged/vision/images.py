@@ -41,7 +41,8 @@ def has_image(content: Any) -> TypeGuard[list[Any]]:
 
 def parts_of(content: Any) -> list[dict[str, Any]]:
     """A message's content as a list of parts."""
-    return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    text = "" if content is None else content
+    return content if isinstance(content, list) else [{"type": "text", "text": text}]
 
 
 def knows_only_parts(tokenizer: Any) -> bool:
