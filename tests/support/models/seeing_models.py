@@ -223,7 +223,13 @@ KINDS = {
     "kimi_vl": Kind(
         hws,
         EXPERTS | LATENT | {"model_type": "deepseek_v3"},
-        {"hidden_size": 32, "embed_dim": 32, "init_pos_emb_height": 8, "init_pos_emb_width": 8},
+        {
+            "model_type": "moonvit",
+            "hidden_size": 32,
+            "embed_dim": 32,
+            "init_pos_emb_height": 8,
+            "init_pos_emb_width": 8,
+        },
         {"media_placeholder_token_id": IMAGE},
     ),
     "lfm2_vl": Kind(padded, CONVOLVED, {"model_type": "lfm2_vl", "num_patches": 16}, {}),
