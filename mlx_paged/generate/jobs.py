@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mlx_lm.server import process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.engine import Engine
@@ -184,7 +186,7 @@ def _encode(
                 raise ValueError(f"{name} needs a chat template, which is absent or ignored")
         plain = spec.prompt or ""
         return eyes(plain, images) if eyes and images else list(tokenizer.encode(plain))
-    messages = list(spec.messages or [{"role": "user", "content": spec.prompt}])
+    messages = deepcopy(spec.messages) or [{"role": "user", "content": spec.prompt}]
     if images and not any(has_image(message.get("content")) for message in messages):
         content = [{"type": "image"}] * len(images) + parts_of(messages[-1].get("content"))
         messages[-1] = messages[-1] | {"content": content}
@@ -195,6 +197,7 @@ def _encode(
         messages.append({"role": "assistant", "content": args.prefill_response})
     options = {"continue_final_message": begins, "add_generation_prompt": not begins}
     try:
+        process_message_content([m for m in messages if not has_image(m.get("content"))])
         messages = in_parts(messages) if only_parts else messages
         options |= {"tokenize": False} | (args.chat_template_config or {})
         text = tokenizer.apply_chat_template(messages, **options)
