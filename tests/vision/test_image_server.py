@@ -23,6 +23,7 @@ from tests.support.commands.server_harness import client, live, only_model, post
 from tests.support.models import seeing_directory as tiny
 
 ASK = "what is this?"
+PATIENCE_S = 100
 TEXT = f"user:{tiny.PLACE}{ASK}\nassistant:"
 MODEL = "default_model"
 
@@ -174,14 +175,14 @@ def test_images_that_are_decoded_do_not_keep_others_waiting(server, monkeypatch)
         return read(self, text, images)
 
     monkeypatch.setattr(Eyes, "__call__", decoded)
-    with ThreadPoolExecutor(NUM_THREADS + 8) as clients:
+    with ThreadPoolExecutor(NUM_THREADS + 9) as clients:
         try:
             waiting = [
                 clients.submit(asked, server, url(tiny.png(100 + i)), said(ASK))
                 for i in range(NUM_THREADS + 8)
             ]
             wait_until(lambda: only_model(server).taken == len(waiting))
-            assert asked(server, said(ASK))[0] == 200
+            assert clients.submit(asked, server, said(ASK)).result(PATIENCE_S)[0] == 200
             assert len(under_way) == NUM_DECODERS and not any(each.done() for each in waiting)
         finally:
             may_go_on.set()
