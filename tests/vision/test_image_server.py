@@ -200,10 +200,19 @@ def test_threads_that_decode_images_end_with_the_server(directory):
 
 
 def test_bytes_of_images_that_requests_hold_are_bounded(server, monkeypatch):
-    held = seen_bytes(server, tiny.png(1))
+    sizes, model = [], only_model(server)
+
+    def holding(self, size, own=models.Model.holding):
+        sizes.append(size)
+        return own(self, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(models.Model, "holding", holding)
+        assert asked(server, url(tiny.png(1)), said(ASK))[0] == 200
+    (held,) = sizes
     assert held == 6 * 4 * (3 * 2 * 8 * 8) * 4 + 3 * 8  # patches in float32, the grid
     monkeypatch.setattr(models, "MAX_HELD", 2 * held - 1)
-    model = only_model(server)
+    wait_until(lambda: not model.taken)
     with model.holding(held):
         status, headers, body = asked(server, url(tiny.png(2)), said(ASK))
         assert status == 503 and headers["Retry-After"] == "1"
@@ -212,18 +221,8 @@ def test_bytes_of_images_that_requests_hold_are_bounded(server, monkeypatch):
         assert asked(server, said(ASK))[0] == 200
     monkeypatch.setattr(models, "MAX_HELD", 1)
     assert asked(server, url(tiny.png(2)), said(ASK))[0] == 200
-    assert model.held == 0
-
-
-def seen_bytes(server, image):
-    """What a request with an image holds while it runs."""
-    model, found = only_model(server), []
-    body = {"messages": [{"role": "user", "content": [url(image), said(ASK)]}], "max_tokens": 8}
-    with client(server).chat.completions.create(model=MODEL, stream=True, **body) as stream:
-        for _ in stream:
-            found.append(model.held)
     wait_until(lambda: not model.taken)
-    return found[0]
+    assert model.held == 0
 
 
 def test_a_model_that_sees_nothing_refuses_images():
