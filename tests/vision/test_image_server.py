@@ -181,7 +181,7 @@ def test_images_that_are_decoded_do_not_keep_others_waiting(server, monkeypatch)
                 clients.submit(asked, server, url(tiny.png(100 + i)), said(ASK))
                 for i in range(NUM_THREADS + 8)
             ]
-            wait_until(lambda: only_model(server).taken == len(waiting))
+            wait_until(lambda: only_model(server).taken >= NUM_THREADS)
             assert clients.submit(asked, server, said(ASK)).result(PATIENCE_S)[0] == 200
             assert len(under_way) == NUM_DECODERS and not any(each.done() for each in waiting)
         finally:
