@@ -15,7 +15,7 @@ from mlx_paged.ops.formats import checked_bits
 from mlx_paged.runner.ranks import rank
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
-from mlx_paged.vision.loading import load_seeing
+from mlx_paged.vision.host import load_seeing
 
 NUM_DRAFTS = 3
 GB = 10**9

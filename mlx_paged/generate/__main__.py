@@ -25,6 +25,7 @@ from mlx_paged.generate.results_file import Result, read_answers, results_file
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
 from mlx_paged.runner.ranks import joined, rank
+from mlx_paged.vision.images import knows_only_parts
 
 INTERRUPTED = 130
 FAILED = 1
@@ -79,7 +80,7 @@ def _prepare(
     except ValueError as error:
         raise ValueError(f"--extra-eos-token: {error}") from error
     params = params_of(args, tokenizer)
-    given = params, tokenizer, args, getattr(model, "eyes", None)
+    given = params, tokenizer, args, getattr(model, "eyes", None), knows_only_parts(tokenizer)
     jobs = [make_job(i, spec, *given) for i, spec in enumerate(specs, start=1)]
     answered = read_answers(args.output, jobs) if args.resume else {}
     jobs = [job for job in jobs if job.number not in answered]

@@ -87,6 +87,7 @@ def _switch(text: str) -> bool:
 TEXTS = {"action": "append"}
 STOPS = {"action": "append", "type": _stop}
 TOKENS = {"nargs": "+"}
+FILES = {"nargs": "+", "action": "extend"}
 BLOCK_SIZE = {"type": int, "choices": KV_BLOCK_SIZES}
 THRESHOLD = number(float, 0, 0.5, "a number from 0 to 0.5")
 LENGTH_PENALTY = number(float, -100, 100, "a number from -100 to 100")
@@ -98,7 +99,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "prompts: --prompt, --prompts-file or both": (
         ("--prompt -p", TEXTS, [], "TEXT", "prompt text; '-' reads stdin; may be repeated"),
         ("--prompts-file", str, None, "FILE.jsonl", 'JSON lines with "prompt" or "messages"'),
-        ("--image", TOKENS, (), "FILE", "images of each --prompt, with --vision"),
+        ("--image", FILES, [], "FILE", "images of each --prompt, with --vision; may be repeated"),
         ("--system-prompt", str, None, "TEXT", "system message for the chat template"),
         ("--ignore-chat-template", SWITCH, False, "", "do not apply the model's chat template"),
         ("--chat-template-config", _json_object, None, "JSON", CONFIG),

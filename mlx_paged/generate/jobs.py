@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mlx_lm.server import process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
 from mlx_paged.outputs import Completion, likeliest
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.vision.images import MAX_BYTES
+from mlx_paged.vision.images import MAX_BYTES, has_image, in_parts, parts_of
 from mlx_paged.vision.prompts import Eyes
 
 SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed")]
@@ -81,6 +83,8 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
     """The prompts of the command line, then those of the prompts file. Raises ValueError if there
     is none or a line is wrong, OSError if the file cannot be read."""
     images = tuple(args.image)
+    if images and not (args.prompt and args.vision):
+        raise ValueError("--image is given: expected --prompt and --vision beside it")
     specs = [PromptSpec(_prompt_text(prompt), images=images) for prompt in args.prompt]
     if args.prompts_file is not None:
         try:
@@ -110,6 +114,7 @@ def make_job(
     tokenizer: TokenizerWrapper,
     args: argparse.Namespace,
     eyes: Eyes | None = None,
+    only_parts: bool = False,
 ) -> Job:
     """Encode a prompt, its images by `eyes`, and check its options. --seed gives each prompt a seed
     of its own, which does not depend on the other prompts. Raises ValueError, which names the
@@ -121,7 +126,7 @@ def make_job(
             params = replace(params, seed=seed)
         if spec.images and eyes is None:
             raise ValueError("images are given: expected --vision and a model that sees")
-        tokens = _encode(spec, tokenizer, args, eyes)
+        tokens = _encode(spec, tokenizer, args, eyes, only_parts)
         if not tokens:
             raise ValueError("the prompt is empty")
         n = args.n if spec.n is None else spec.n
@@ -167,7 +172,11 @@ def _prompt_text(prompt: str) -> str:
 
 
 def _encode(
-    spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace, eyes: Eyes | None
+    spec: PromptSpec,
+    tokenizer: TokenizerWrapper,
+    args: argparse.Namespace,
+    eyes: Eyes | None,
+    only_parts: bool,  # what the chat template knows, as `knows_only_parts` tells
 ) -> list[int]:
     images = [_image(path) for path in spec.images]
     if args.ignore_chat_template or not tokenizer.has_chat_template:
@@ -177,10 +186,10 @@ def _encode(
                 raise ValueError(f"{name} needs a chat template, which is absent or ignored")
         plain = spec.prompt or ""
         return eyes(plain, images) if eyes and images else list(tokenizer.encode(plain))
-    messages = list(spec.messages or [{"role": "user", "content": spec.prompt}])
-    if images:
-        text = {"type": "text", "text": messages[-1].get("content")}
-        messages[-1] = messages[-1] | {"content": [{"type": "image"}] * len(images) + [text]}
+    messages = deepcopy(spec.messages) or [{"role": "user", "content": spec.prompt}]
+    if images and not any(has_image(message.get("content")) for message in messages):
+        content = [{"type": "image"}] * len(images) + parts_of(messages[-1].get("content"))
+        messages[-1] = messages[-1] | {"content": content}
     if args.system_prompt is not None and messages[0].get("role") != "system":
         messages.insert(0, {"role": "system", "content": args.system_prompt})
     begins = args.prefill_response is not None
@@ -188,13 +197,16 @@ def _encode(
         messages.append({"role": "assistant", "content": args.prefill_response})
     options = {"continue_final_message": begins, "add_generation_prompt": not begins}
     try:
+        process_message_content([m for m in messages if not has_image(m.get("content"))])
+        messages = in_parts(messages) if only_parts else messages
         options |= {"tokenize": False} | (args.chat_template_config or {})
         text = tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     if eyes and images:
         return eyes(text, images)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    begins = eyes is not None and eyes.adds_special
+    return list(tokenizer.encode(text, add_special_tokens=begins))
 
 
 def _image(path: str) -> bytes:

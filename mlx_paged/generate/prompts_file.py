@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
+from mlx_paged.vision.images import is_image, parts_of
 
 ALIASES = {"temp": "temperature"}
 
@@ -27,7 +28,7 @@ class PromptSpec:
     id: Any = None  # the "id" of the line; the result repeats it
     n: int | None = None  # number of completions; None means the value of the command line
     priority: int = 0  # the policy "priority" starts lower numbers first
-    images: tuple[str, ...] = ()  # files that the prompt, or the chat's last message, begins with
+    images: tuple[str, ...] = ()  # files: of the chat's places; without, its last message begins so
 
     @property
     def title(self) -> str:
@@ -77,6 +78,7 @@ def _parse(entry: Any, source: str) -> PromptSpec:
     images = entry.pop("images", [])
     if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
         raise ValueError('"images" must be a list of files')
+    _check_places(messages or [], len(images))
     options = {ALIASES.get(key, key): value for key, value in entry.items()}
     if "logit_bias" in options:
         options["logit_bias"] = _biases(options["logit_bias"])
@@ -100,6 +102,18 @@ def _is_chat(messages: Any) -> bool:
     if not isinstance(messages, list) or not messages:
         return False
     return all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+
+
+def _check_places(messages: list[dict[str, Any]], num_images: int) -> None:
+    """Raise ValueError unless each image of a chat has its place in a message of the user."""
+    parts = [(m["role"], p) for m in messages for p in parts_of(m.get("content")) if is_image(p)]
+    if any(part != {"type": "image"} for _, part in parts):
+        raise ValueError('a message has an image: expected {"type": "image"}, and "images"')
+    if parts and len(parts) != num_images:
+        raise ValueError(f'"messages" has {len(parts)} places: expected one for each of "images"')
+    roles = {role for role, _ in parts} or {m["role"] for m in messages[-1:] if num_images}
+    if roles - {"user"}:
+        raise ValueError('an image is in no message of the role "user", expected in one of these')
 
 
 def _biases(value: Any) -> dict[int, float]:

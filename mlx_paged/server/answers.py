@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -187,12 +187,14 @@ class Answer:
         """The choices' new parts as they come. Raises Refusal instead, or after some of them."""
         fields, metrics = self.fields, self.state.metrics
         count = fields["best_of"] * len(fields.get("prompt", [0]))
-        async with self.state.models.use(self.path, count) as model:
+        async with self.state.models.use(self.path, count) as model, AsyncExitStack() as stack:
             self.ignore(thinking.template_args(model, fields)[1])
             source = self.names.get(fields["constrained_by"], fields["constrained_by"])
             with refusing({**self.names, **dict.fromkeys(GRAMMARS, source)}):
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
+                sights = [getattr(prompt.tokens, "sight", None) for prompt in self.prompts]
+                stack.enter_context(model.holding(sum(s.nbytes for s in sights if s is not None)))
                 for each in params:
                     if each.constraint is not None:  # in one thread: others keep theirs
                         await run(self.state.compiles, model.service.compile, each)

@@ -29,11 +29,13 @@ from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
 from mlx_paged.server.request_body import Refusal, refusing
 from mlx_paged.server.request_log import logged, record_of
+from mlx_paged.vision.images import has_image
 
 OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
 BODY_TIMEOUT_S = 120.0
 LONG_BODY = 1 << 16  # bytes; longer ones are read by one thread
 NUM_THREADS = 32
+NUM_DECODERS = 2  # threads that decode images: so many requests hold decoded ones at a time
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
 
@@ -116,12 +118,15 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS))
-    app.state.long_bodies, app.state.compiles = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    state = app.state
+    state.long_bodies, state.compiles = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    state.images = ThreadPoolExecutor(NUM_DECODERS)
     unloading = loop.create_task(app.state.models.unload_idle())
     yield
     unloading.cancel()
-    app.state.long_bodies.shutdown(wait=False)
-    app.state.compiles.shutdown(wait=False, cancel_futures=True)
+    state.long_bodies.shutdown(wait=False)
+    for executor in (state.compiles, state.images):
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
@@ -183,6 +188,8 @@ async def _complete(request: Request) -> Answer | Response:
         fields, unknown = await run(threads, _fields, raw, request.url.path, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
+    if any(has_image(message.get("content")) for message in fields.get("messages", ())):
+        threads = state.images
     path = await asyncio.to_thread(models.path, fields["model"])
     answer = APIS[request.url.path][0](state, path, fields, arrived, threads)
     answer.ignore(unknown)

@@ -2,22 +2,9 @@
 
 from typing import Any
 
-from mlx_paged.vision.images import of_data_url
+from mlx_paged.vision.images import of_data_url, parts_of
 
 Part = dict[str, Any]
-
-IMAGES = ("image_url", "image", "input_image")
-"""Kinds of parts: of chat completions, of the Messages API, of the Responses API."""
-
-
-def is_image(part: Any) -> bool:
-    """Whether a part of a message's content is an image."""
-    return isinstance(part, dict) and part.get("type") in IMAGES
-
-
-def has_image(content: Any) -> bool:
-    """Whether a message's content, text or a list of parts, has an image."""
-    return isinstance(content, list) and any(map(is_image, content))
 
 
 def image_part(part: Part, name: str) -> Part:
@@ -44,14 +31,10 @@ def joined(first: Any, second: Any) -> Any:
     """Two contents as one, with an empty line between them."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    return [*_parts(first), {"type": "text", "text": "\n\n"}, *_parts(second)]
+    return [*parts_of(first), {"type": "text", "text": "\n\n"}, *parts_of(second)]
 
 
 def taken(messages: list[Part]) -> list[bytes]:
     """The images of messages in their order; the messages keep only their places."""
     contents = [m["content"] for m in messages if isinstance(m.get("content"), list)]
     return [part.pop("bytes") for parts in contents for part in parts if "bytes" in part]
-
-
-def _parts(content: Any) -> list[Part]:
-    return content if isinstance(content, list) else [{"type": "text", "text": content}]

@@ -6,8 +6,9 @@ from typing import Any
 
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import OWN, Fields
-from mlx_paged.server.images import as_data_url, is_image, joined
+from mlx_paged.server.images import as_data_url, joined
 from mlx_paged.server.request_body import ContextExceeded, Refusal
+from mlx_paged.vision.images import has_image
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 NAMES = {"reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens"}
@@ -191,8 +192,8 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
             parts.append({"type": "text", "text": text_of([block], name)})
     if parts or calls:
         more = thoughts | ({"tool_calls": calls} if calls else {})
-        sees = any(map(is_image, parts))
-        yield {"role": role, "content": parts if sees else "".join(p["text"] for p in parts)} | more
+        text = "".join(part.get("text", "") for part in parts)
+        yield {"role": role, "content": parts if has_image(parts) else text} | more
 
 
 class Blocks:

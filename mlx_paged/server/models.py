@@ -6,9 +6,9 @@ import gc
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +32,9 @@ from mlx_paged.vision.prompts import Eyes
 
 T = TypeVar("T")
 
+MAX_HELD = 1 << 30
+"""Bytes of processed images that the requests of a model hold, unless one of them has more."""
+
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 """Names that configurations have for the number of positions."""
 
@@ -51,6 +54,7 @@ class Model:
     has_states: bool  # of recurrent layers, so that only prompts up to kept ones are shared
     eyes: Eyes | None = None  # makes its prompts with images
     taken: int = 0  # completions that run or wait
+    held: int = 0  # bytes of their images
     last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -58,6 +62,18 @@ class Model:
         self.taken += change
         self.last_used = time.monotonic()
         (self.idle.clear if self.taken else self.idle.set)()
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Hold so many bytes of images. Raises Refusal beside others if all are too many."""
+        if size and self.held and self.held + size > MAX_HELD:
+            message = f"{self.held} bytes of images are held for others: try again later"
+            raise Refusal(503, message, "overloaded")
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size
 
 
 class Models:

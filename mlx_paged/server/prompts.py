@@ -13,10 +13,10 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import SAMPLING, Fields
-from mlx_paged.server.images import has_image
 from mlx_paged.server.models import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
+from mlx_paged.vision.images import has_image, in_parts
 
 
 class Prompt(NamedTuple):
@@ -48,16 +48,17 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             return [Prompt(_tokens(model, text, fields), "", "normal")]
         own, _ = thinking.template_args(model, fields)
         chat_args = template_args | own | fields["chat_template_kwargs"]
-        text = _rendered(tokenizer, fields, chat_args)
+        text = _rendered(model, fields, chat_args)
         ends: tuple[int, ...] = ()
         if given and model.eyes is not None:
-            _check_bytes(model, text, fields)
+            _tokens(model, text, fields, add_special_tokens=False)  # an image has one or more
             tokens: list[int] = model.eyes(text, given)
             _check_context(model, fields, len(tokens), _num_new(fields))
         else:
-            tokens = _tokens(model, text, fields, add_special_tokens=False)
+            begins = model.eyes is not None and model.eyes.adds_special
+            tokens = _tokens(model, text, fields, add_special_tokens=begins)
             if model.has_states and not fields["continue_final_message"]:
-                render = partial(_render, tokenizer, fields["tools"], chat_args)
+                render = partial(_render, model, fields["tools"], chat_args)
                 ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
         return [Prompt(tokens, "", _first_state(tokenizer, tokens), ends)]
     except ContextExceeded:
@@ -139,31 +140,29 @@ def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
 
 def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int]:
     """Token ids of a text, if its bytes can fit. Other threads run while they are computed."""
-    _check_bytes(model, text, fields)
+    num_bytes = len(text.encode())
+    if num_bytes > model.max_context * model.longest_token:
+        _check_context(model, fields, ceil(num_bytes / model.longest_token), _num_new(fields))
     tokens = list(model.tokenizer.encode(text, **options))
     _check_context(model, fields, len(tokens), _num_new(fields))
     return tokens
 
 
-def _check_bytes(model: Model, text: str, fields: Fields) -> None:
-    num_bytes = len(text.encode())
-    if num_bytes > model.max_context * model.longest_token:
-        _check_context(model, fields, ceil(num_bytes / model.longest_token), _num_new(fields))
-
-
-def _rendered(tokenizer: TokenizerWrapper, fields: Fields, template_args: dict[str, Any]) -> str:
+def _rendered(model: Model, fields: Fields, template_args: dict[str, Any]) -> str:
     messages, continues = fields["messages"], fields["continue_final_message"]
     process_message_content([m for m in messages if not has_image(m.get("content"))])
     begins = fields["add_generation_prompt"]
     options = {"continue_final_message": True} if continues else {}
     options["add_generation_prompt"] = not continues if begins is None else begins
-    return _render(tokenizer, fields["tools"], template_args | options, messages)
+    return _render(model, fields["tools"], template_args | options, messages)
 
 
 def _render(
-    tokenizer: TokenizerWrapper, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
+    model: Model, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, tools=tools or None, **options)
+    messages = in_parts(messages) if model.abilities.only_parts else messages
+    options = options | {"tokenize": False, "tools": tools or None}
+    text = model.tokenizer.apply_chat_template(messages, **options)
     assert isinstance(text, str)
     return text
 

@@ -25,7 +25,8 @@ from mlx_paged.server.fields import (
     is_list,
     named_tool,
 )
-from mlx_paged.server.images import image_part, is_image
+from mlx_paged.server.images import image_part
+from mlx_paged.vision.images import is_image, parts_of
 
 
 class Refusal(Exception):
@@ -211,8 +212,7 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
             message["role"] = "system"
         has_content = "content" in message or role == "assistant"
         require(has_content, f"{name}.content", "text", "nothing")
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        parts = parts_of(message.get("content"))
         for j, part in enumerate(parts):
             if role == "user" and is_image(part):
                 parts[j] = image_part(part, f"{name}.content[{j}]")

@@ -8,9 +8,10 @@ from typing import Any
 
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import OWN, Fields
-from mlx_paged.server.images import Part, image_part, is_image
+from mlx_paged.server.images import Part, image_part
 from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
 from mlx_paged.server.request_body import Refusal
+from mlx_paged.vision.images import has_image, is_image, parts_of
 
 PATH = "/v1/responses"
 
@@ -90,7 +91,7 @@ def _tools(body: Fields) -> Fields:
 
 def _text(content: Any, name: str) -> str:
     """The text of a string or of parts that are text."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    parts = parts_of(content)
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else part
         if str(kind) not in TEXTS:
@@ -140,7 +141,7 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             roles = {"user": "user", "system": "system", "developer": "system"}
             require(role in roles, f"{name}.role", f"assistant, {', '.join(roles)}", role)
             content, name = item.get("content"), f"{name}.content"
-            if role == "user" and isinstance(content, list) and any(map(is_image, content)):
+            if role == "user" and has_image(content):
                 content = [_seen(part, name) for part in content]
             else:
                 content = _text(content, name)

@@ -8,6 +8,7 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.outputs import describe
+from mlx_paged.vision.images import knows_only_parts
 
 ASK = {"role": "user", "content": "Hello"}
 TOOL_NAME, ARGUMENTS = "read_weather", {"city": "Rome"}
@@ -30,6 +31,7 @@ class Abilities(NamedTuple):
     switch: str | None = None  # the argument of the template that turns thinking on and off
     takes_effort: bool = False  # whether it takes `reasoning_effort`
     tools_problem: str | None = "the model has no chat template"  # None: tools can be used
+    only_parts: bool = False  # whether it loses a text that is not a part of a list
 
 
 def tried(tokenizer: TokenizerWrapper) -> Abilities:
@@ -47,6 +49,7 @@ def tried(tokenizer: TokenizerWrapper) -> Abilities:
         next((name for name in switches if _reacts(tokenizer, name, True, False)), None),
         _reacts(tokenizer, "reasoning_effort", "low", "high"),
         _tools_problem(tokenizer),
+        knows_only_parts(tokenizer),
     )
 
 

@@ -1,9 +1,11 @@
 """A model of mlx-vlm in the form of a model of mlx-lm."""
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -12,6 +14,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import cache as stock
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
 
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
@@ -25,23 +29,55 @@ KEPT_BYTES = 256 << 20
 
 
 SEEING = {
-    "aya_vision", "gemma3", "gemma4", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "internvl_chat",
-    "llava", "mistral3", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "aya_vision", "dots_ocr", "gemma3", "gemma4", "glm4v", "glm4v_moe", "glm_ocr", "idefics3",
+    "internvl", "internvl_chat", "kimi_vl", "lfm2_vl", "llava", "mage_vl", "mistral3",
+    "paddleocr_vl", "pixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
     "qwen3_5_moe", "smolvlm",
 }  # fmt: skip
-"""Architectures of mlx-vlm whose answers are the same in a batch; docs/support.md."""
+"""Architectures of mlx-vlm whose answers are the same in a batch; docs/vision.md."""
 
-BLIND = {
-    "gemma3n": "it reads further inputs of each layer that its images change",
-    "llava_next": "its images have more embeddings than tokens",
-    "mllama": "its images are read by cross-attention, which has no blocks",
-    "paligemma": "the tokens of its prompts see later ones",
-}
-"""Reasons of others."""
+REASONS = {
+    "its images have more embeddings than tokens": (
+        "fastvlm", "granite_vision", "llava_bunny", "llava_next", "multi_modality", "phi4_siglip",
+    ),
+    "its images are read by cross-attention, which has no blocks": (
+        "florence2", "mllama", "nemotron_parse",
+    ),
+    "tokens of its prompts see later ones": ("moondream2", "moondream3", "paligemma"),
+    "the tokens of its images have ids below 0": ("phi3_v",),
+    "it reads further inputs of each layer that its images change": ("gemma3n",),
+}  # fmt: skip
+"""Why others are refused."""
 
 
 SCALED_BY_FIRST_ROW = ("ministral3", "mistral4")
 """Text models that scale all rows' queries by the position of the first row."""
+
+
+def load_seeing(path: str, **tokenizer_config: Any) -> tuple[nn.Module, TokenizerWrapper, Any]:
+    """A model of mlx-vlm, its tokenizer as mlx-lm wraps it, and its configuration.
+
+    Raises:
+        ValueError: mlx-vlm is not installed, or the model's answers could be wrong.
+        Exception: whatever mlx-vlm raises.
+    """
+    try:
+        from mlx_vlm import load
+        from mlx_vlm.utils import get_model_path
+    except ImportError as error:
+        raise ValueError(f"mlx-vlm is absent ({error}): pip install 'mlx-paged[vision]'") from error
+    directory = Path(get_model_path(path))
+    model, processor = load(str(directory))
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    own = getattr(processor, "tokenizer", processor)
+    template = getattr(processor, "chat_template", None) or own.chat_template
+    if template:
+        tokenizer_config = {"chat_template": template} | tokenizer_config
+    ends = getattr(model.config, "eos_token_id", None) or config.get("eos_token_id")
+    tokenizer: TokenizerWrapper = load_tokenizer(directory, tokenizer_config, eos_token_ids=ends)
+    host = hosted(model, processor)
+    assert host is not None
+    return host[0], tokenizer, config
 
 
 def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None":
@@ -62,7 +98,7 @@ def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None"
             f"{type(model).__name__} of mlx-vlm is a part of a model: expected the first value of"
             " mlx_vlm.load(path)"
         )
-    reason = BLIND.get(kind)
+    reason = next((why for why, kinds in REASONS.items() if kind in kinds), None)
     options = getattr(model.language_model, "config", None)
     if getattr(options, "use_bidirectional_attention", None) == "vision":
         reason = "the tokens of an image see later ones"

@@ -1,10 +1,14 @@
-"""Opens images that callers give, within limits. Reads no network and, for a request, no file."""
+"""Images in chats, and their files, which are opened within limits. Imports no mlx.
+
+No network is read, and for a request no file.
+"""
 
 import base64
 import binascii
 import warnings
+from collections.abc import Sequence
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,20 +24,76 @@ MAX_SCANS = 100
 """Of a JPEG. Each one is a pass over all pixels, however few bytes it has."""
 SCAN = b"\xff\xda"
 EXPECTED = "a PNG, JPEG, WEBP, GIF or BMP image"
+KINDS = ("image_url", "image", "input_image")
+"""Of parts: of chat completions, of the Messages API, of the Responses API."""
+WORD = "Hello"
 
 
-def opened(source: Any, name: str = "image", most: int = MAX_PIXELS) -> "Image":
-    """An image with three channels, upright.
+def is_image(part: Any) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, dict) and part.get("type") in KINDS
+
+
+def has_image(content: Any) -> TypeGuard[list[Any]]:
+    """Whether a message's content, text or a list of parts, has an image."""
+    return isinstance(content, list) and any(map(is_image, content))
+
+
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """A message's content as a list of parts."""
+    text = "" if content is None else content
+    return content if isinstance(content, list) else [{"type": "text", "text": text}]
+
+
+def knows_only_parts(tokenizer: Any) -> bool:
+    """Whether the chat template loses a text that is not a part of a list, as SmolVLM's does."""
+
+    def shows(content: Any) -> bool:
+        try:
+            chat = [{"role": "user", "content": content}]
+            return WORD in tokenizer.apply_chat_template(chat, tokenize=False)
+        except Exception:  # a template can raise anything
+            return False
+
+    return bool(tokenizer.has_chat_template) and not shows(WORD) and shows(parts_of(WORD))
+
+
+def in_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with all contents as lists of parts."""
+    return [m | {"content": parts_of(m["content"])} if m.get("content") else m for m in messages]
+
+
+def opened(sources: Sequence[Any]) -> "list[Image]":
+    """The images of a prompt, upright and with three channels. All are checked before the pixels of
+    any of them are decoded.
 
     Args:
-        source: an image of PIL, or the bytes of a file.
-        name: what errors call it.
-        most: pixels that it may have.
+        sources: images of PIL, or bytes of files.
 
     Raises:
-        ValueError: it is no image of a known format, broken, or too large.
+        ValueError: one, which it names, is no image of a known format, broken or too large, or they
+            are too many.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
+
+    if len(sources) > MAX_IMAGES:
+        raise ValueError(f"images: {len(sources)}: expected at most {MAX_IMAGES}")
+    found, left = [], MAX_PIXELS
+    for i, source in enumerate(sources):
+        found.append(_checked(source, f"images[{i}]", left))
+        left -= found[-1].width * found[-1].height
+    for i, image in enumerate(found):
+        try:
+            found[i] = ImageOps.exif_transpose(image).convert("RGB")
+        except Exception as error:
+            message = f"images[{i}]: its pixels cannot be read: expected {EXPECTED}"
+            raise ValueError(message) from error
+    return found
+
+
+def _checked(source: Any, name: str, most: int) -> "Image":
+    """An image of at most so many pixels, which are not decoded yet."""
+    from PIL import Image
 
     if isinstance(source, bytes | bytearray):
         if len(source) > MAX_BYTES:
@@ -53,11 +113,7 @@ def opened(source: Any, name: str = "image", most: int = MAX_PIXELS) -> "Image":
     if width * height > most:
         size = f"{width} x {height} pixels"
         raise ValueError(f"{name}: {size}: expected at most {MAX_PIXELS} pixels in all images")
-    try:
-        upright: Image.Image = ImageOps.exif_transpose(source)
-        return upright.convert("RGB")
-    except Exception as error:
-        raise ValueError(f"{name}: its pixels cannot be read: expected {EXPECTED}") from error
+    return source
 
 
 def of_base64(text: Any, name: str) -> bytes:

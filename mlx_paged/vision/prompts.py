@@ -3,26 +3,31 @@
 from collections.abc import Sequence
 from hashlib import blake2b
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_paged.vision.images import MAX_IMAGES, MAX_PIXELS, opened
+from mlx_paged.vision.images import opened
 from mlx_paged.vision.sight import Picture, SeenPrompt, Sight
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 PLACEHOLDERS = ("<image>", "<|image|>", "[IMG]")
 
 
 class Eyes:
-    """Makes prompts of text and images by a processor of mlx-vlm."""
+    """Makes prompts of text and images by a processor of mlx-vlm.
+
+    Attributes:
+        adds_special: mlx-vlm lets the tokenizer add special tokens to a chat of text, beside those
+            of the chat template.
+    """
 
     def __init__(self, vlm: Any, processor: Any) -> None:
+        from mlx_vlm.utils import should_add_special_tokens
+
         self._vlm, self._processor = vlm, processor
+        self.adds_special = bool(should_add_special_tokens(vlm.config.model_type, processor))
         self._lock = Lock()  # a processor serves one thread at a time
 
     def __call__(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
@@ -31,13 +36,7 @@ class Eyes:
         Raises:
             ValueError: an image cannot be read, or the prompt has other places.
         """
-        if len(images) > MAX_IMAGES:
-            raise ValueError(f"images: {len(images)}: expected at most {MAX_IMAGES}")
-        pixels: list[Image] = []
-        left = MAX_PIXELS
-        for i, image in enumerate(images):
-            pixels.append(opened(image, f"images[{i}]", left))
-            left -= pixels[-1].width * pixels[-1].height
+        pixels = opened(images)
         try:
             with self._lock:
                 return self._seen(prompt, pixels)
@@ -78,15 +77,14 @@ class Eyes:
 
     def _processed(self, prompt: str, pixels: Sequence[Any]) -> tuple[list[int], dict[str, Any]]:
         """Tokens, and the arguments of `get_input_embeddings` as NumPy arrays."""
-        from mlx_vlm.utils import prepare_inputs, should_add_special_tokens
+        from mlx_vlm.utils import prepare_inputs
 
-        config = self._vlm.config
         found = prepare_inputs(
             self._processor,
             images=list(pixels),
             prompts=prompt,
-            image_token_index=getattr(config, "image_token_index", None),
-            add_special_tokens=should_add_special_tokens(config.model_type, self._processor),
+            image_token_index=getattr(self._vlm.config, "image_token_index", None),
+            add_special_tokens=self.adds_special,
         )
         tokens = np.array(found.pop("input_ids")).reshape(-1).tolist()
         kept = {

@@ -72,6 +72,15 @@ class Sight:
         for i, key in zip(at, chain(*(each.token_keys for each in pictures)), strict=True):
             self.keys[i] = key
 
+    @property
+    def nbytes(self) -> int:
+        """Of the pictures' inputs."""
+        return sum(_size([*picture.inputs.values()]) for picture in self.pictures)
+
+
+def _size(value: Any) -> int:
+    return sum(map(_size, value)) if isinstance(value, list) else getattr(value, "nbytes", 0)
+
 
 class SeenPrompt(list[int]):
     """The tokens of a prompt with images, for any call that takes a prompt."""

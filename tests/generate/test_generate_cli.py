@@ -318,19 +318,20 @@ def test_a_prompt_goes_through_the_models_chat_template(run, asked, chat_model, 
 
 
 def test_a_line_of_messages_is_a_chat(run, asked, chat_model, tmp_path):
-    def message(role: str, content: str) -> dict[str, str]:
+    def message(role: str, content: Any) -> dict[str, Any]:
         return {"role": role, "content": content}
 
     lines = [
         {"messages": [message("user", "hello")]},
         {"messages": [message("system", "shout"), message("user", "hello")]},
+        {"messages": [message("user", [{"type": "text", "text": "hello"}])]},
     ]
     file = jsonl(tmp_path / "prompts.jsonl", lines)
     output = tmp_path / "results.jsonl"
     options = ["-m", 1, "--system-prompt", "hush", "--output", output]
     run("--model", chat_model, "--prompts-file", file, *options)
     end = "# user: hello\n# assistant:\n"
-    assert asked == ["# system: hush\n" + end, "# system: shout\n" + end]
+    assert asked == [f"# system: {text}\n{end}" for text in ("hush", "shout", "hush")]
     results = read_jsonl(output)
     assert [entry["messages"] for entry in results] == [line["messages"] for line in lines]
     assert all("prompt" not in entry for entry in results)

@@ -18,6 +18,7 @@ pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 OTHER_DEFAULTS = {
     "prompt": "mlx_lm.generate takes one prompt, and has one of its own",
+    "image": "none, but in a list: the flag may be repeated",
     "prefill_step_size": "a chunk runs beside streams here, so it is smaller",
 }
 OBEYED = {

@@ -32,6 +32,7 @@ WRONG = {
     "camel": ({"role": "tool", "content": "", "toolCallId": "x"}, "messages[1].toolCallId", "tool"),
     "call": ({"role": "assistant", "tool_call": []}, "messages[1].tool_call", "tool_calls"),
     "no content": ({"role": "user"}, "messages[1].content", "nothing"),
+    "no text": ({"role": "user", "content": {}}, "messages[1].content", "text"),
     "part": ({"role": "user", "content": [{"type": "x"}]}, "messages[1].content", "x"),
     "no id": ({"role": "tool", "content": "z"}, "messages[1].tool_call_id", "id of a call"),
     "cut": (

@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 
 from mlx_paged.server.templates import Abilities, tried
-from tests.support.commands.server_harness import demo, live, post
+from tests.support.commands.server_harness import demo, live, only_model, post
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 BODY = {"messages": [{"role": "user", "content": "def f"}], "max_tokens": 4}
@@ -50,6 +50,25 @@ def test_a_call_that_is_not_read_as_it_is_written_is_a_problem(tokenizer, call, 
     tokenizer.chat_template = TURNS.replace("CALLS", call)
     found = tried(tokenizer).tools_problem
     assert found is None if problem is None else problem in found
+
+
+SMOLVLM = (
+    "<|im_start|>{% for message in messages %}{{message['role'] | capitalize}}"
+    "{% if message['content'][0]['type'] == 'image' %}{{':'}}{% else %}{{': '}}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{line['text']}}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["def f", [{"type": "text", "text": "def f"}]])
+def test_a_template_that_knows_only_parts_gets_the_text_as_one(content):
+    with live("--chat-template", SMOLVLM) as server:
+        body = BODY | {"messages": [{"role": "user", "content": content}]}
+        _, _, answer = post(server, body, "/v1/chat/completions")
+        text = "<|im_start|>User: def f<end_of_utterance>\nAssistant:"
+        tokens = only_model(server).tokenizer.encode(text, add_special_tokens=False)
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
 
 
 def test_what_a_template_takes_is_found_by_trying(tokenizer):

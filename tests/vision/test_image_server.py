@@ -1,6 +1,8 @@
 """The server with a model that sees: OpenAI's and Anthropic's clients, and what is refused."""
 
 import base64
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import anthropic
@@ -13,10 +15,15 @@ from mlx_vlm import load, stream_generate
 from PIL import Image
 
 from mlx_paged.generate.__main__ import main
-from tests.support.commands.server_harness import client, live, only_model
+from mlx_paged.server import models
+from mlx_paged.server.app import NUM_DECODERS, NUM_THREADS
+from mlx_paged.vision.prompts import Eyes
+from tests.support import TIMEOUT
+from tests.support.commands.server_harness import client, live, only_model, post, wait_until
 from tests.support.models import seeing_directory as tiny
 
 ASK = "what is this?"
+PATIENCE_S = 100
 TEXT = f"user:{tiny.PLACE}{ASK}\nassistant:"
 MODEL = "default_model"
 
@@ -144,6 +151,80 @@ def test_text_that_names_more_places_is_refused(server, text):
     assert chat(server, said(ASK)).choices[0].message.content is not None
 
 
+def test_a_text_that_is_too_long_is_refused_before_an_image_is_decoded(server, monkeypatch):
+    model = only_model(server)
+    monkeypatch.setattr(Eyes, "__call__", lambda *_: pytest.fail("decoded"))
+    text = "a" * model.max_context
+    assert len(text) < model.max_context * model.longest_token
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        chat(server, url(tiny.png(1)), said(text))
+
+
+def asked(server, *parts):
+    body = {"messages": [{"role": "user", "content": [*parts]}], "max_tokens": 8}
+    return post(server, body, "/v1/chat/completions")
+
+
+def test_images_that_are_decoded_do_not_keep_others_waiting(server, monkeypatch):
+    """More requests with images than the server has threads for small ones."""
+    may_go_on, under_way = threading.Event(), []
+
+    def decoded(self, text, images, read=Eyes.__call__):
+        under_way.append(text)
+        assert may_go_on.wait(TIMEOUT)
+        return read(self, text, images)
+
+    monkeypatch.setattr(Eyes, "__call__", decoded)
+    with ThreadPoolExecutor(NUM_THREADS + 9) as clients:
+        try:
+            waiting = [
+                clients.submit(asked, server, url(tiny.png(100 + i)), said(ASK))
+                for i in range(NUM_THREADS + 8)
+            ]
+            wait_until(lambda: only_model(server).taken >= NUM_THREADS)
+            assert clients.submit(asked, server, said(ASK)).result(PATIENCE_S)[0] == 200
+            assert len(under_way) == NUM_DECODERS and not any(each.done() for each in waiting)
+        finally:
+            may_go_on.set()
+        assert {each.result()[0] for each in waiting} == {200}
+
+
+def test_threads_that_decode_images_end_with_the_server(directory):
+    before = set(threading.enumerate())
+    with live("--model", str(directory), "--vision") as server:
+        chat(server, url(tiny.png(1)), said(ASK))
+        decoders = server.app.state.images
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        decoders.submit(print)
+    wait_until(lambda: not set(threading.enumerate()) - before)
+
+
+def test_bytes_of_images_that_requests_hold_are_bounded(server, monkeypatch):
+    sizes, model = [], only_model(server)
+
+    def holding(self, size, own=models.Model.holding):
+        sizes.append(size)
+        return own(self, size)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(models.Model, "holding", holding)
+        assert asked(server, url(tiny.png(1)), said(ASK))[0] == 200
+    (held,) = sizes
+    assert held == 6 * 4 * (3 * 2 * 8 * 8) * 4 + 3 * 8  # patches in float32, the grid
+    monkeypatch.setattr(models, "MAX_HELD", 2 * held - 1)
+    wait_until(lambda: not model.taken)
+    with model.holding(held):
+        status, headers, body = asked(server, url(tiny.png(2)), said(ASK))
+        assert status == 503 and headers["Retry-After"] == "1"
+        assert "images are held for others" in body["error"]["message"]
+        assert body["error"]["code"] == "overloaded"
+        assert asked(server, said(ASK))[0] == 200
+    monkeypatch.setattr(models, "MAX_HELD", 1)
+    assert asked(server, url(tiny.png(2)), said(ASK))[0] == 200
+    wait_until(lambda: not model.taken)
+    assert model.held == 0
+
+
 def test_a_model_that_sees_nothing_refuses_images():
     with live() as server, pytest.raises(openai.BadRequestError, match="no images"):
         chat(server, url(tiny.png(1)), said(ASK))
@@ -161,7 +242,7 @@ def test_generate_takes_images(directory, alone, tmp_path, capsys):
     assert alone(TEXT, tiny.png(4)).strip() in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["--prompt", ASK, "--image", str(image)])
-    assert "expected --vision" in capsys.readouterr().err
+    assert "expected --prompt and --vision" in capsys.readouterr().err
 
 
 def test_the_tower_runs_once_for_an_image_that_is_asked_about_again(server):

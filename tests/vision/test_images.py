@@ -13,6 +13,11 @@ from mlx_paged.generate.__main__ import main
 from mlx_paged.vision import images
 
 
+def opened(source):
+    (found,) = images.opened([source])
+    return found
+
+
 def file_of(size: tuple[int, int], kind: str = "PNG", mode: str = "RGB") -> bytes:
     file = BytesIO()
     Image.new(mode, size).save(file, kind)
@@ -23,7 +28,7 @@ def file_of(size: tuple[int, int], kind: str = "PNG", mode: str = "RGB") -> byte
     ("kind", "mode"), [("PNG", "RGBA"), ("PNG", "L"), ("JPEG", "RGB"), ("GIF", "P"), ("BMP", "RGB")]
 )
 def test_an_image_of_any_kind_has_three_channels(kind, mode):
-    found = images.opened(file_of((5, 3), kind, mode))
+    found = opened(file_of((5, 3), kind, mode))
     assert found.mode == "RGB" and found.size == (5, 3)
 
 
@@ -31,22 +36,22 @@ def test_an_image_is_turned_as_its_camera_says():
     file, exif = BytesIO(), Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (5, 3)).save(file, "JPEG", exif=exif)
-    assert images.opened(file.getvalue()).size == (3, 5)
+    assert opened(file.getvalue()).size == (3, 5)
 
 
 def test_a_large_image_is_refused_before_its_pixels_are_read(monkeypatch):
     content = file_of((10_000, 10_000), mode="1")
     monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
     with pytest.raises(ValueError, match="10000 x 10000 pixels: expected at most 33554432"):
-        images.opened(content)
+        opened(content)
 
 
 def test_more_pixels_than_pillow_opens_are_refused_too():
     content = bytearray(file_of((1, 1)))
     content[16:24] = (60_000).to_bytes(4, "big") * 2
     content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
-    with pytest.raises(ValueError, match="image: expected at most 33554432 pixels"):
-        images.opened(bytes(content))
+    with pytest.raises(ValueError, match=r"images\[0\]: expected at most 33554432 pixels"):
+        opened(bytes(content))
 
 
 @pytest.mark.parametrize(
@@ -54,26 +59,35 @@ def test_more_pixels_than_pillow_opens_are_refused_too():
     [b"", b"not an image", file_of((9, 9))[:45], file_of((9, 9), "TIFF"), "file.png", None],
 )
 def test_what_is_no_image_is_refused(content):
-    with pytest.raises(ValueError, match=r"image: .*expected a PNG, JPEG, WEBP, GIF or BMP image"):
-        images.opened(content)
+    with pytest.raises(ValueError, match=r"images\[0\]: .*expected a PNG, JPEG, WEBP, GIF or BMP"):
+        opened(content)
 
 
 def test_a_jpeg_of_many_scans_is_refused_before_they_are_read(monkeypatch):
     file = BytesIO()
     Image.new("L", (64, 64)).save(file, "JPEG", progressive=True)
     content = file.getvalue()
-    assert images.opened(content).size == (64, 64)
+    assert opened(content).size == (64, 64)
     last = content[content.rindex(images.SCAN) : -2]
     many = content[:-2] + last * images.MAX_SCANS + content[-2:]
     monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
-    with pytest.raises(ValueError, match="image: expected a JPEG of at most 100 scans"):
-        images.opened(many)
+    with pytest.raises(ValueError, match=r"images\[0\]: expected a JPEG of at most 100 scans"):
+        opened(many)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"), [(file_of((6000, 6000), mode="1"), "6000 x 6000"), (b"", "cannot be read")]
+)
+def test_all_images_are_checked_before_pixels_are_read(monkeypatch, last, message):
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match=rf"images\[2\]: {message}"):
+        images.opened([file_of((9, 9)), file_of((9, 9)), last])
 
 
 def test_too_many_bytes_are_refused(monkeypatch):
     monkeypatch.setattr(images, "MAX_BYTES", 10)
     with pytest.raises(ValueError, match="11 bytes: expected at most 10"):
-        images.opened(b"x" * 11)
+        opened(b"x" * 11)
     with pytest.raises(ValueError, match="expected at most 10 bytes"):
         images.of_base64("x" * 40, "image")
 

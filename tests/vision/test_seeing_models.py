@@ -1,5 +1,6 @@
 """Models of mlx-vlm in a batch answer as mlx-vlm does with one prompt at a time."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 
 from mlx_paged import Engine, UnsupportedModelError
 
-pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
+mlx_vlm = pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
 
 from mlx_paged.vision import host
-from mlx_paged.vision.host import SEEING, SeeingModel
+from mlx_paged.vision.host import REASONS, SEEING, SeeingModel
 from mlx_paged.vision.sight import Picture
 from tests.support.models import seeing_models as tiny
 
@@ -72,6 +73,20 @@ def test_every_architecture_that_is_served_is_tried_here():
     assert {name.split()[0] for name in tiny.KINDS} == SEEING
 
 
+def test_the_document_tells_of_every_architecture_that_sees():
+    """Those with a configuration of a tower that give embeddings to a model of text."""
+    root = Path(mlx_vlm.__file__).parent / "models"
+    files = [file for file in root.glob("*/*.py") if "def get_input_embeddings" in file.read_text()]
+    known = {file.parent.name for file in files if "ision" in file.read_text()}
+    document = DOCUMENT.read_text()
+    tables = document[document.index("## Architectures") :]
+    named = set(re.findall(r"\w+", tables))
+    assert known - named == set()
+    for reason, kinds in REASONS.items():
+        assert f"| {', '.join(kinds)} | {reason} |" in tables
+        assert not SEEING & set(kinds)
+
+
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5"])
 def test_preempted_requests_answer_the_same(name):
     model = tiny.build(name)
@@ -113,6 +128,29 @@ def test_samples_forks_and_beams_see_the_image():
     while engine.has_work:
         tokens += [output.token for output in engine.step() if output.request_id == child]
     assert tokens == expected[3:]
+
+
+def beams_alone(model, prompt, num_beams, length):
+    """The likeliest continuations by a beam search of mlx-vlm's log-probabilities, without ends."""
+    found = [(0.0, [])]
+    for _ in range(length):
+        more = []
+        for total, tokens in found:
+            scores = tiny.next_logprobs(model, prompt, tokens)
+            more += [(total + score, [*tokens, i]) for i, score in enumerate(scores.tolist())]
+        found = sorted(more, reverse=True)[:num_beams]
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_5", "gemma4"])
+def test_a_beam_search_sees_the_image(name):
+    model = tiny.build(name)
+    prompt = tiny.prompt(model, name, [5], tiny.picture(name, 1), tiny.words(1, 9))
+    expected = beams_alone(model, prompt, 3, 4)
+    found = make(model).beam_search(prompt, 3, max_tokens=4).beams
+    assert [beam.tokens for beam in found] == [tokens for _, tokens in expected]
+    sums = [sum(beam.logprobs) for beam in found]
+    assert np.allclose(sums, [total for total, _ in expected], atol=1e-4)
 
 
 def test_speculation_and_quantized_keys_take_image_prompts():

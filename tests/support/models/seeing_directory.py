@@ -21,9 +21,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+ONLY_PARTS = TEMPLATE.replace("m.content is string", "false").replace(
+    "else %}{{ part", "elif part.type == 'text' %}{{ part"
+)
+"""As SmolVLM's: a text that is not a part of a list is lost."""
 
 
-def make(directory: Path) -> Path:
+def make(directory: Path, template: str = TEMPLATE) -> Path:
     """Write the model; its text tokens are bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -32,7 +36,7 @@ def make(directory: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     ends = {"eos_token": SPECIAL[0], "pad_token": SPECIAL[0]}
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **ends)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **ends)
     wrapped.save_pretrained(directory)
     ids = {name: wrapped.convert_tokens_to_ids(name) for name in SPECIAL}
     whole = {

@@ -89,6 +89,41 @@ def tiles(rng: np.random.Generator) -> tuple[Inputs, int]:
     return {"pixel_values": rng.normal(size=(1, count, 3, 32, 32)).astype(np.float32)}, 4 * count
 
 
+def rows(times: int) -> Callable[[np.random.Generator], tuple[Inputs, int]]:
+    """Patches as those of the qwen family, of so many pictures."""
+
+    def image(rng: np.random.Generator) -> tuple[Inputs, int]:
+        inputs, count = grid(rng)
+        pixels = inputs["pixel_values"].reshape(-1, 2, 3 * 8 * 8)[:, :times]
+        return inputs | {"pixel_values": pixels.reshape(4 * count, -1)}, count
+
+    return image
+
+
+def hws(rng: np.random.Generator) -> tuple[Inputs, int]:
+    """Patches that are squares, and heights and widths."""
+    inputs, count = rows(1)(rng)
+    pixels = inputs["pixel_values"].reshape(-1, 3, 8, 8)
+    return {"pixel_values": pixels, "image_grid_hws": inputs["image_grid_thw"][:, 1:]}, count
+
+
+def squares(rng: np.random.Generator) -> tuple[Inputs, int]:
+    """Patches that are squares, in one row."""
+    inputs, count = rows(1)(rng)
+    return inputs | {"pixel_values": inputs["pixel_values"].reshape(1, -1, 3, 8, 8)}, count
+
+
+def padded(rng: np.random.Generator) -> tuple[Inputs, int]:
+    """Patches of an image of any size, with empty ones up to 36."""
+    inputs, count = rows(1)(rng)
+    pixels = np.zeros((1, 36, 3 * 8 * 8), np.float32)
+    pixels[0, : 4 * count] = inputs["pixel_values"]
+    mask = (np.arange(36) < 4 * count)[None].astype(np.int32)
+    shapes = inputs["image_grid_thw"][:, 1:]
+    own = {"pixel_values": pixels, "spatial_shapes": shapes, "pixel_attention_mask": mask}
+    return own, count
+
+
 LINEAR: Config = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4,
@@ -117,9 +152,20 @@ LLAMA_4: Config = {
     },
 }  # fmt: skip
 PLAIN: Config = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+LATENT: Config = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "qk_nope_head_dim": 8,
+}  # fmt: skip
+CONVOLVED: Config = {
+    "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2, "block_dim": 32,
+    "conv_dim": 32, "block_auto_adjust_ff_dim": False,
+}  # fmt: skip
 FLAT = DEEP | {"deepstack_visual_indexes": []}
 KINDS = {
     "aya_vision": Kind(square(4), {}, SIGLIP, {"alignment_intermediate_size": 64}),
+    "dots_ocr": Kind(
+        rows(1), {}, {"model_type": "dots_vit", "hidden_size": 32, "temporal_patch_size": 1}, {}
+    ),
     "gemma3": Kind(square(4), {"query_pre_attn_scalar": 8, "mm_tokens_per_image": 4}, SIGLIP, {}),
     "gemma4": Kind(
         square(4, 48),
@@ -172,10 +218,37 @@ KINDS = {
         {},
     ),
     "idefics3": Kind(tiles, {}, {"model_type": "idefics3"}, {}),
+    "internvl": Kind(square(4), {}, {}, {}),
     "internvl_chat": Kind(square(4), {}, {"model_type": "intern_vit_6b"}, {}),
+    "kimi_vl": Kind(
+        hws,
+        EXPERTS | LATENT | {"model_type": "deepseek_v3"},
+        {
+            "model_type": "moonvit",
+            "hidden_size": 32,
+            "embed_dim": 32,
+            "init_pos_emb_height": 8,
+            "init_pos_emb_width": 8,
+        },
+        {"media_placeholder_token_id": IMAGE},
+    ),
+    "lfm2_vl": Kind(padded, CONVOLVED, {"model_type": "lfm2_vl", "num_patches": 16}, {}),
     "llava": Kind(square(16), {"model_type": "llama"}, CLIP, {"vision_feature_layer": -1}),
+    "mage_vl": Kind(
+        rows(1), {}, {"hidden_size": 64, "temporal_patch_size": 1, "text_hidden_size": 32}, {}
+    ),
     "mistral3": Kind(sized(2), PLAIN | {"model_type": "mistral"}, SIZED, {}),
     "mistral3 ministral3": Kind(sized(2), LLAMA_4 | {"model_type": "ministral3"}, SIZED, {}),
+    "paddleocr_vl": Kind(
+        squares,
+        {
+            "hidden_size": 1024,
+            "use_bias": False,
+            "rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]},
+        },
+        {"model_type": "paddleocr_vl"},
+        {},
+    ),
     "pixtral": Kind(sized(1), {"model_type": "mistral"}, SIZED, {}),
     "qwen2_vl": Kind(grid, MROPE, {"model_type": "qwen2_vl", "hidden_size": 32}, {}),
     "qwen2_5_vl": Kind(
@@ -235,9 +308,26 @@ def words(seed: int, count: int) -> list[int]:
 
 def alone(model: nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """What mlx-vlm answers to one prompt."""
+    return [int(token) for token, _ in _steps(model, prompt, max_tokens)]
+
+
+def next_logprobs(model: nn.Module, prompt: Sequence[int], more: Sequence[int]) -> mx.array:
+    """``[V]``: mlx-vlm's log-probabilities after a prompt and more tokens of text."""
+    ((_, logprobs),) = _steps(model, prompt, 1, more)
+    return logprobs.reshape(-1)
+
+
+def _steps(
+    model: nn.Module, prompt: Sequence[int], max_tokens: int, more: Sequence[int] = ()
+) -> list[Any]:
     from mlx_vlm.generate import generate_step
 
-    tokens = mx.array([prompt])
+    tokens = mx.array([[*prompt, *more]])
+    options: Inputs = _inputs(prompt) | {"max_tokens": max_tokens, "temperature": 0.0}
+    return list(generate_step(tokens, model, mask=mx.ones_like(tokens), **options))
+
+
+def _inputs(prompt: Sequence[int]) -> Inputs:
     inputs: Inputs = {"pixel_values": None}
     if isinstance(prompt, SeenPrompt):
         pictures = prompt.sight.pictures
@@ -245,7 +335,4 @@ def alone(model: nn.Module, prompt: Sequence[int], max_tokens: int) -> list[int]
             key: mx.array(np.concatenate([p.inputs[key] for p in pictures], int(value.ndim == 5)))
             for key, value in pictures[0].inputs.items()
         }
-    steps = generate_step(
-        tokens, model, mask=mx.ones_like(tokens), max_tokens=max_tokens, temperature=0.0, **inputs
-    )
-    return [int(token) for token, _ in steps]
+    return inputs
