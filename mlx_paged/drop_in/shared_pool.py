@@ -35,9 +35,10 @@ Options = tuple[int, int | None, int | None, KVBits]  # block_size, kv_memory, w
 
 
 # The last key says whether Python's garbage collector runs, in any thread. The callback is not a
-# Python function: that would swallow a Ctrl-C that comes during a collection.
+# Python function: that would swallow a Ctrl-C that comes during a collection. The collector gives a
+# phase and a dict, which is not empty: so the phase moves to the end.
 _phases: OrderedDict[str, None] = OrderedDict(start=None, stop=None)
-gc.callbacks.append(_phases.move_to_end)
+gc.callbacks.append(_phases.move_to_end)  # type: ignore[arg-type]
 
 
 class PagedSequence:
