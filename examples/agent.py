@@ -19,11 +19,12 @@ CALL = {
     "type": "object",
     "properties": {
         "tool": {"enum": [*TOOLS, "finish"]},
-        "argument": {"type": "string", "maxLength": 20},
+        "argument": {"enum": ["", *FILES]},
     },
     "required": ["tool", "argument"],
     "additionalProperties": False,
 }
+SEED = 42  # with it the demo model, which follows no task, happens to take three turns
 TASK = "Tools: list_files, read_file, finish. Call one in each turn. What does main.py print?\n"
 
 model, tokenizer = load(sys.argv[1] if len(sys.argv) > 1 else demo_model_path())
@@ -32,7 +33,7 @@ engine = Engine(model, tokenizer)
 text = TASK
 for turn in range(1, 5):
     (completion,) = engine.generate(
-        text + "call: ", json_schema=CALL, max_tokens=64, temperature=0.7, seed=turn
+        text + "call: ", json_schema=CALL, max_tokens=64, temperature=0.7, seed=SEED + turn
     )
     if completion.finish_reason != "stop":
         print(f"turn {turn}: the call is not complete: {completion.text!r}")

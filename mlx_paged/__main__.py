@@ -36,13 +36,18 @@ def main() -> None:
         parser.print_help()
         return
     module = _bench() if name == "bench" else f"mlx_paged.{name}"
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:  # while it starts or ends; a program under `run` decides itself
+        if name == "run":
+            raise
+        sys.exit(130)
 
 
 def _bench() -> str:
     """The module of the bench that the next argument names."""
     parser = Parser("mlx_paged bench", "mlx_paged bench NAME [options]")
-    parser.add_argument("name", choices=BENCHES, metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("name", choices=BENCHES, metavar="|".join(BENCHES))
     name = parser.parse_args(_taken_argument()).name
     sys.path.append(str(next(home for home in HOMES if (home / "bench").is_dir())))
     return f"bench.{name}"

@@ -6,7 +6,7 @@ import gc
 import itertools
 import sys
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,17 +34,11 @@ BLOCK_SIZE = 16
 Options = tuple[int, int | None, int | None, KVBits]  # block_size, kv_memory, window, kv_bits
 
 
-class _Collector:
-    """Whether Python's garbage collector runs, in any thread."""
-
-    is_running = False
-
-    def note(self, phase: str, info: dict[str, int]) -> None:
-        self.is_running = phase == "start"
-
-
-_collector = _Collector()
-gc.callbacks.append(_collector.note)
+# The last key says whether Python's garbage collector runs, in any thread. The callback is not a
+# Python function: that would swallow a Ctrl-C that comes during a collection. The collector gives a
+# phase and a dict, which is not empty: so the phase moves to the end.
+_phases: OrderedDict[str, None] = OrderedDict(start=None, stop=None)
+gc.callbacks.append(_phases.move_to_end)  # type: ignore[arg-type]
 
 
 class PagedSequence:
@@ -71,7 +65,7 @@ class PagedSequence:
         # calls it for a state's sequence while it evaluates, and may not evaluate again then.
         if self.is_frozen:
             self.pool.frozen.discard(self)
-        elif not _collector.is_running:
+        elif next(reversed(_phases)) == "stop":
             try:
                 self.pool.settle()
             except Exception as error:  # which Python would only print

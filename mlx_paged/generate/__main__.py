@@ -65,8 +65,9 @@ def _prepare(
     written."""
     if rank():  # it has no prompts, and does not return
         joined(load_model(args.model, args.adapter_path, args.trust_remote_code, args.vision)[0])
-    if args.resume and args.output is None:
-        raise ValueError("--resume is given: expected --output beside it")
+    if (args.resume or args.logprobs) and args.output is None:
+        flag = "--resume" if args.resume else "--logprobs"
+        raise ValueError(f"{flag} is given: expected --output beside it")
     specs = prompt_specs(args)
     for path in (args.output, args.stats_json, args.metrics_jsonl):
         if path is not None:  # a path that cannot be written fails before the work

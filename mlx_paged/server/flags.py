@@ -37,7 +37,7 @@ def _template(text: str) -> str:
 
 
 SECONDS = number(float, 0, 1e9, "a number of seconds")
-PORT = number(int, 0, 65535, "a port")
+PORT = number(int, 0, 65535, "a port from 0 to 65535")
 MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
 
 REFUSED: tuple[cli.Flag, ...] = (

@@ -226,10 +226,16 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     if abilities.tools_problem:
         logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
     newline = tokenizer.encode("\n", add_special_tokens=False)
+    service = EngineService(engine).start()
+    try:
+        service.call(lambda engine: None)  # it returns when the service has traced its decodes
+    except BaseException:
+        service.close()
+        raise
     return Model(
         name=path,
         tokenizer=tokenizer,
-        service=EngineService(engine).start(),
+        service=service,
         machines={tools: _machine(tokenizer, tools) for tools in (False, True)},
         xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
         max_context=room,

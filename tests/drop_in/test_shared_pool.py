@@ -297,3 +297,12 @@ def test_a_step_is_for_its_own_rows(llama):
     for c in batch:
         expected = mx.concatenate([2 * keys, 3 * keys], axis=2)
         assert mx.array_equal(mx.array(c.keys_and_values()[0]), expected)
+
+
+def test_no_python_code_notes_the_collector():
+    """Python prints and drops what such a callback raises, a KeyboardInterrupt too."""
+    here = shared_pool.__file__
+    codes = [getattr(callback, "__code__", None) for callback in gc.callbacks]
+    assert here not in {code.co_filename for code in codes if code}
+    gc.collect()
+    assert next(reversed(shared_pool._phases)) == "stop"

@@ -153,9 +153,10 @@ def test_a_file_of_something_else_is_refused(run, output, line):
     assert output.read_bytes() == before
 
 
-def test_resume_needs_a_file(run):
-    message = "--resume is given: expected --output beside it"
-    assert_one_line_mistake(run("-p", FUNCTION, "--resume"), message)
+@pytest.mark.parametrize("flags", [["--resume"], ["--logprobs", 2]])
+def test_what_is_for_a_file_needs_one(run, flags):
+    message = f"{flags[0]} is given: expected --output beside it"
+    assert_one_line_mistake(run("-p", FUNCTION, *flags), message)
 
 
 def test_a_full_disk_is_one_line(run):

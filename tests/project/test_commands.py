@@ -57,6 +57,20 @@ def test_every_bench_is_a_command(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("usage: bench.memory ")
     assert called(monkeypatch, "bench", "speed") == 2
     assert capsys.readouterr().err.count("\n") == 1
+    assert called(monkeypatch, "bench") == 2
+    assert capsys.readouterr().err.endswith(f" required: {'|'.join(overview.BENCHES)}\n")
+
+
+def test_ctrl_c_at_any_time_is_a_status(monkeypatch):
+    """While a command is imported, too; a program under `run` decides itself."""
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(overview.runpy, "run_module", interrupted)
+    assert called(monkeypatch, "generate", "-p", "x") == 130
+    with pytest.raises(KeyboardInterrupt):
+        called(monkeypatch, "run", "program.py")
 
 
 def test_the_console_script_is_the_same_function():

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 
 from mlx_paged.cli import demo_model_path
+from mlx_paged.engine.engine import Engine
 from mlx_paged.server import answers
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
@@ -43,6 +44,14 @@ def other(tmp_path):
 
 def ask(server, model, **options):
     return post(server, {"model": model, "prompt": CODE, "max_tokens": 8} | options)
+
+
+def test_a_server_is_warm_when_it_listens(monkeypatch):
+    """Else its first request would wait for what the service traces."""
+    done = threading.Event()
+    monkeypatch.setattr(Engine, "warm_up", lambda engine: done.wait(0.5) or done.set())
+    with serving(server_flags.parse(["--port", "0", "--kv-memory", "0.05"])):
+        assert done.is_set()
 
 
 @pytest.mark.slow
