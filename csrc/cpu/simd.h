@@ -159,16 +159,27 @@ inline Floats load(const Int8* from) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// 16 elements of kWidth bits each, from -kMiddle on in two's complement, or from 0 on.
+// Each lane takes the word in which its element begins and the next one. As the mantissa of
+// 2^(23 - place), where place is the element's lowest bit, element + middle adds just that.
+template <int kWidth, int kMiddle>
+[[gnu::always_inline]] inline Floats unpack(__m128i packed) {
+  const auto bits = [](auto x) { return __builtin_bit_cast(__m512i, x); };
+  const Ints bit = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * kWidth;
+  const Ints place = bit & 15, both = (bit >> 4) * 0x10001 + 0x10000;
+  const Ints one = (127 + 23 - place) << 23, flipped = one ^ (kMiddle << place);
+  const __m512i words = _mm512_castsi128_si512(packed);
+  const __m512i lanes = _mm512_maskz_permutexvar_epi16(~0u, bits(both), words);
+  const __m512i mask = bits(((1 << kWidth) - 1) << place);
+  const __m512i sum = _mm512_ternarylogic_epi32(lanes, mask, bits(flipped), 0x6a);
+  return __builtin_bit_cast(Floats, sum) - (__builtin_bit_cast(Floats, one) + float{kMiddle});
+}
+#endif
+
 inline Floats load(const Int4Pair* from) {
 #if defined(__AVX512F__)
-  int32_t words[2];
-  __builtin_memcpy(words, from, sizeof words);
-  const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]);
-  const Ints shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
-  const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  // The lookup uses the low 4 bits of each lane.
-  const __m512i q = _mm512_maskz_srlv_epi32(0xffff, both, __builtin_bit_cast(__m512i, shifts));
-  return _mm512_maskz_permutexvar_ps(0xffff, q, numbers);
+  return unpack<4, 0>(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #elif defined(__AVX2__)
   int32_t word;
   __builtin_memcpy(&word, from, sizeof word);
@@ -186,17 +197,12 @@ inline Floats load(const Int4Pair* from) {
 #endif
 }
 
-// Each element is moved to the top of its lane, and down again with its sign.
 inline Floats load(const Int6* from) {
-  const auto* bytes = reinterpret_cast<const char*>(from);
 #if defined(__AVX512F__)
-  const __m512i words = _mm512_castsi128_si512(_mm_maskz_loadu_epi32(7, bytes));
-  const Ints places = {0x10000, 0x10000, 0x10000, 0x10000, 0x20001, 0x20001, 0x20001, 0x20001,
-                       0x40003, 0x40003, 0x40003, 0x40003, 0x50004, 0x50004, 0x50004, 0x50004};
-  const Ints shifts = {26, 20, 14, 8, 18, 12, 6, 0, 26, 20, 14, 8, 18, 12, 6, 0};
-  const Ints all = __builtin_bit_cast(
-      Ints, _mm512_maskz_permutexvar_epi16(~0u, __builtin_bit_cast(__m512i, places), words));
-#elif defined(__AVX2__)
+  return unpack<6, 32>(_mm_maskz_loadu_epi32(7, from));
+#else
+  const auto* bytes = reinterpret_cast<const char*>(from);
+#if defined(__AVX2__)
   int32_t pieces[2];
   __builtin_memcpy(&pieces[0], bytes, 4);
   __builtin_memcpy(&pieces[1], bytes + 2, 4);
@@ -210,16 +216,20 @@ inline Floats load(const Int6* from) {
   const Ints shifts = {26, 20, 14, 8};
   const Ints all = word - Ints{};
 #endif
+  // Each element is moved to the top of its lane, and down again with its sign.
   return __builtin_convertvector((all << shifts) >> 26, Floats);
+#endif
 }
 
 // The first `count` < kLanes elements, then zeros. Reads only these elements.
 template <typename T>
 Floats load_partial(const T* from, int count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-  if constexpr (kBits<T> == 16) {
-    const __m256i bits = _mm256_maskz_loadu_epi16((1u << count) - 1, from);
+  if constexpr (kBits<T> <= 16) {
+    const __m256i bits = _mm256_maskz_loadu_epi8((1u << bytes_of<T>(count)) - 1, from);
     return load(reinterpret_cast<const T*>(&bits));
+  } else {
+    return _mm512_maskz_loadu_ps((1u << count) - 1, from);
   }
 #endif
   T elements[kLanes] = {};

@@ -71,7 +71,9 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
   using V = Value<T>;
   constexpr int kLines = (bytes_of<V>(kColumns * kLanes) + kCacheLine - 1) / kCacheLine;
   Floats sum[kRows][kColumns];
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       sum[r][c] = load(o + r * o_stride + c * kLanes) * rescale[r];
       if constexpr (kIsPair<V>) {
@@ -88,6 +90,7 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
       }
     }
     Floats v[kColumns];
+#pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       v[c] = kPartial ? load_partial(row, width) : load(element(row, c * kLanes));
     }
@@ -97,14 +100,18 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
         cursor.ask();
       }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = broadcast(weights[r * kKeyTile + key]);
+#pragma GCC unroll 4
       for (int c = 0; c < kColumns; ++c) {
         sum[r][c] += weight * v[c];
       }
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       store(o + r * o_stride + c * kLanes, sum[r][c]);
     }

@@ -31,13 +31,18 @@ struct ValueScales {
   template <typename T>
   void load_group(const KeyTile<T>& tile, int32_t group) {
     if constexpr (kIsPair<Value<T>>) {
-      Float16 scales[kKeyTile], minima[kKeyTile];
+      uint32_t pairs[kKeyTile];
       for (int32_t key = 0; key < kKeyTile; ++key) {
-        scales[key] = tile.v_groups[key][2 * group];
-        minima[key] = tile.v_groups[key][2 * group + 1];
+        __builtin_memcpy(pairs + key, tile.v_groups[key] + 2 * group, sizeof *pairs);
       }
-      widen(scales, scale);
-      widen(minima, minimum);
+      for (int32_t key = 0; key < kKeyTile; key += kLanes) {
+        Words both;
+        __builtin_memcpy(&both, pairs + key, sizeof both);
+        const Halves scales = __builtin_convertvector(both & 0xffff, Halves);
+        const Halves minima = __builtin_convertvector(both >> 16, Halves);
+        store(scale + key, load(reinterpret_cast<const Float16*>(&scales)));
+        store(minimum + key, load(reinterpret_cast<const Float16*>(&minima)));
+      }
     } else {
       widen(tile.v_scales, scale);
     }
