@@ -12,8 +12,8 @@ VOCAB = 24
 FloatArray = npt.NDArray[np.float64]
 
 MASK = 2**64 - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_OF_TOKEN = np.arange(VOCAB, dtype=np.uint64) * np.uint64(_GAMMA)
+GAMMA = 0x9E3779B97F4A7C15
+_OF_TOKEN = np.arange(VOCAB, dtype=np.uint64) * np.uint64(GAMMA)
 
 
 def mixed(z: int) -> int:
@@ -30,7 +30,7 @@ def empty_context(salt: bytes) -> int:
 
 def kv_of(context: int, token: int, position: int) -> int:
     """What is kept for a token that comes after `context`."""
-    return mixed((context + (token + 1) * _GAMMA + position) & MASK)
+    return mixed((context + (token + 1) * GAMMA + position) & MASK)
 
 
 def extended(context: int, kv: int, position: int) -> int:
@@ -54,8 +54,22 @@ def logprobs_of(context: int) -> FloatArray:
     return -0.1 - 6.0 * ((z >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def next_token(context: int, params: SamplingParams, seed: int, index: int) -> int:
-    """Token number `index` of a request: the likeliest, or one that hangs on the seed too."""
+def next_token(
+    context: int,
+    params: SamplingParams,
+    seed: int,
+    index: int,
+    allowed: npt.NDArray[np.bool_] | None = None,
+) -> int:
+    """Token number `index` of a request: the likeliest of the `allowed` ones ``[VOCAB]``, or one
+    that hangs on the seed too."""
     if params.temperature == 0:
-        return int(logprobs_of(context).argmax())
-    return mixed(context ^ mixed((seed + index * _GAMMA) & MASK)) % VOCAB
+        logprobs = logprobs_of(context)
+        return int(
+            logprobs.argmax() if allowed is None else np.where(allowed, logprobs, -np.inf).argmax()
+        )
+    drawn = mixed(context ^ mixed((seed + index * GAMMA) & MASK))
+    if allowed is None:
+        return drawn % VOCAB
+    left = np.flatnonzero(allowed)
+    return int(left[drawn % len(left)])
