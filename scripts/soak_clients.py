@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 from jsonschema import validate
@@ -156,8 +156,7 @@ class Clients:
                 self._kinds[kind](rng)
                 self.counts[kind] += 1
             except Exception as error:  # a thread that ends would hide what comes after it
-                was_killed = not self._is_up.is_set() or life != self._num_lives
-                if was_killed and isinstance(error, OSError | HTTPException):
+                if not self._is_up.is_set() or life != self._num_lives:
                     self.counts["cut"] += 1
                 else:
                     self.failures.append(f"{kind}: {type(error).__name__}: {error}"[:300])

@@ -163,13 +163,17 @@ def run(server: Server, clients: Clients, seconds: float) -> dict[str, Any]:
             text = ", ".join(f"{name} {value:.10g}" for name, value in footprint.items())
             print(f"life {life + 1}: {text}, load {os.getloadavg()[0]:.1f}", flush=True)
     clients.stop()
+    for _ in range(TICKS):  # the server still notices that a client left
+        if not (held := server.total("mlx_paged_kv_blocks_in_use")):
+            break
+        time.sleep(0.1)
     return {
         "counts": dict(sorted(clients.counts.items())),
         "cached_tokens": clients.cached,
         "differing_probes": differing,
         "cached_after_restart": known[0],  # of the first prompt, which no other one preceded
         "from_disk": server.total("mlx_paged_kv_disk_hits"),
-        "blocks_in_use": server.total("mlx_paged_kv_blocks_in_use"),
+        "blocks_in_use": held,
         "failures": len(clients.failures),
         "grown": grown(lives),
         "lives": lives,
