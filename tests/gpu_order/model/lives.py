@@ -17,7 +17,7 @@ from mlx_paged.batch_generator.generator import BatchGenerator
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.ops.formats import KVBits
 from tests.support.models import architectures, tiny_models
-from tests.support.simulation import builders, schedules
+from tests.support.simulation import schedules as simulation
 from tests.support.simulation.random_calls import TINY_GROUPS
 from tests.support.simulation.solo_checks import SoloChecks
 from tests.support.simulation.solo_runs import MlxLmSolo
@@ -70,8 +70,8 @@ class EngineLife:
     """A schedule of the simulation: an engine with preemption, forks, aborts, beams, faults."""
 
     def __init__(self, seed: int, index: int) -> None:
-        with patch.object(builders, "tiny_solo", _small_solo):
-            self.simulation = schedules.tiny_simulation(seed, index)
+        with patch.object(simulation, "tiny_solo", _small_solo):
+            self.simulation = simulation.tiny_simulation(seed, index)
         checks = self.simulation.checks
         self.simulation.checks = _NoSoloRuns(checks._model, checks._runner, checks._counts)
 

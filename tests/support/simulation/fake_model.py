@@ -21,9 +21,9 @@ from mlx_paged.request import Request
 from mlx_paged.runner.batch import BatchTables
 from mlx_paged.scheduler.cost_model import features_of
 from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
-from tests.support.simulation.hash_grammar import allowed
 from tests.support.simulation.hash_model import (
     MASK,
+    allowed,
     empty_context,
     extended,
     kv_of,

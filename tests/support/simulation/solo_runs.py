@@ -17,7 +17,7 @@ from mlx_paged.sampling.sampler import uniform
 from mlx_paged.sampling_params import SamplingParams
 from tests.support.ops.numpy_quantization import quantized_mlx_lm
 from tests.support.simulation import hash_model
-from tests.support.simulation.hash_grammar import allowed
+from tests.support.simulation.hash_model import allowed
 
 Logprobs = Callable[[list[int]], npt.NDArray[np.float64]]
 
