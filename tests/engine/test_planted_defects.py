@@ -388,4 +388,4 @@ def test_a_planted_defect_is_noticed_among_all_features(monkeypatch, plant):
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_noticed(monkeypatch, plant):
     plant(monkeypatch)
-    assert any(run_schedule("fake", 7, index)[1] is not None for index in range(200))
+    assert any(run_schedule("fake", 7, index)[1] is not None for index in range(240))
