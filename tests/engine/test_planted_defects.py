@@ -368,7 +368,24 @@ DEFECTS = (
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [
+        no_copy_on_write,
+        loads_not_written,
+        wrong_drafts_stay,
+        states_not_restored,
+        forced_tokens_come_twice,
+        windows_let_go_too_early,
+    ],
+)
+def test_a_planted_defect_is_noticed_among_all_features(monkeypatch, plant):
+    plant(monkeypatch)
+    assert any(run_schedule("all", 7, index)[1] is not None for index in range(30))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_noticed(monkeypatch, plant):
     plant(monkeypatch)
-    assert any(run_schedule("fake", 7, index)[1] is not None for index in range(200))
+    assert any(run_schedule("fake", 7, index)[1] is not None for index in range(240))

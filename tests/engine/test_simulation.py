@@ -11,7 +11,7 @@ import pytest
 from mlx_paged.kv_disk import tier
 from tests.support.simulation import schedules as simulation
 from tests.support.simulation.fake_model import FakePool
-from tests.support.simulation.schedules import COUNTED, main, run_schedule
+from tests.support.simulation.schedules import COUNTED, EVIDENCE, main, run_schedule
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +50,15 @@ def test_images_are_told_apart_by_their_keys_alone():
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
     for name in ("preemptions", "forks", "samples", "beams", "cached_tokens", "restored"):
         assert totals[name] > 50, f"{name} hardly ever happened"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", [7, 9])
+def test_all_features_together_change_no_token(seed):
+    totals = counted("all", seed, num_schedules=30)
+    assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
+    rare = {"quantized", "compiled"}  # need a real model
+    assert not [proof for proof in {*EVIDENCE.values()} - rare if not totals[proof]]
 
 
 @pytest.mark.slow
@@ -93,6 +102,15 @@ def test_the_last_line_is_one_json_object(capsys):
     *before, last = capsys.readouterr().out.splitlines()
     assert not before and tuple(json.loads(last)) == COUNTED
     assert json.loads(last)["schedules"] == 3
+
+
+def test_the_last_line_says_which_features_met(capsys):
+    assert main(["--schedules", "4", "--seed", "7", "--model", "all"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    features, never = told["features"], told["pairs_never"]
+    assert set(features) == set(EVIDENCE) and "disk ranks" in never
+    pairs = [pair for pair in told["pairs_seldom"] if pair not in never]
+    assert pairs and all(features[name] for pair in pairs for name in pair.split())
 
 
 @pytest.mark.slow

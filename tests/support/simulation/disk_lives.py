@@ -6,18 +6,21 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import numpy as np
 
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv_disk import packs, tier
+from mlx_paged.kv_disk import opening, packs, tier
 from mlx_paged.kv_disk.packs import PackFiles
 from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.kv_disk.tier import KVDiskTier
 
 IDENTITY = bytes(range(32))
+Rows = Callable[[int, int], tuple[Any, Any]]
 
 
 class Inline:
@@ -56,10 +59,9 @@ class Delay(Future[None]):
 class SlowStore(DiskStore):
     """A store without threads, whose loads take a random number of steps."""
 
-    def __init__(self, files: PackFiles, identity: bytes, rng: random.Random) -> None:
+    def __init__(self, files: PackFiles, identity: bytes, rows: Rows, rng: random.Random) -> None:
         self._rng = rng
-        self._delayed: list[Any] = []
-        super().__init__(files, identity, lambda *sizes: (np.zeros(sizes, np.uint8),) * 2)
+        super().__init__(files, identity, rows)
         self._writer.shutdown()
         self._readers.shutdown()
         self._writer = self._readers = Inline()  # type: ignore[assignment]
@@ -70,8 +72,49 @@ class SlowStore(DiskStore):
         return load
 
 
+class Disk:
+    """The directory as one life has it.
+
+    Attributes:
+        tier: that was opened.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, rng: random.Random) -> None:
+        self.directory, self._max_bytes, self._rng = directory, max_bytes, rng
+        self.tier: KVDiskTier | None = None
+
+    def open(self, allocator: BlockAllocator) -> KVDiskTier:
+        """For the model of hashes."""
+        store = self._store(
+            self._files(), IDENTITY, lambda *sizes: (np.zeros(sizes, np.uint8),) * 2
+        )
+        sizes = [24 * allocator.block_size * group.width for group in allocator.groups]
+        return self._open(store, allocator, None, sizes)
+
+    def for_engines(self) -> AbstractContextManager[Any]:
+        """While this is entered, engines with a `kv_disk` get this one."""
+        made = {"PackFiles": self._files, "DiskStore": self._store, "KVDiskTier": self._open}
+        return patch.multiple(opening, **made)
+
+    def _files(self, *given: Any) -> PackFiles:
+        files = PackFiles(self.directory, self._max_bytes)
+        files._pack_bytes = self._rng.choice((500, 5000, 10**6))
+        return files
+
+    def _store(self, files: PackFiles, identity: bytes, rows: Rows) -> SlowStore:
+        return SlowStore(files, identity, rows, self._rng)
+
+    def _open(
+        self, store: DiskStore, allocator: BlockAllocator, predict: object, sizes: list[int]
+    ) -> KVDiskTier:
+        tier.STEP_BYTES = self._rng.choice((1, 200, 1000, 10**6))
+        seconds = self._rng.choice((0.0, 0.0, 1e-9, 1.0))
+        self.tier = KVDiskTier(store, allocator, lambda start, stop: seconds, sizes)
+        return self.tier
+
+
 class Life(Protocol):
-    """A simulation; see simulation.py."""
+    """A simulation; see simulated_engine.py."""
 
     counts: Counter[str]
 
@@ -83,10 +126,10 @@ class Life(Protocol):
 class DiskLives:
     """Several simulations, each with a new engine and pool on the directory of the ones before."""
 
-    def __init__(self, make: Callable[..., Life], seed: int, index: int) -> None:
+    def __init__(self, make: Callable[..., Life], name: str) -> None:
         self.counts: Counter[str] = Counter(schedules=1)
-        self._make, self._seed, self._index = make, seed, index
-        self._rng = random.Random(f"{seed}:{index}:disk")
+        self._make, self._name = make, name
+        self._rng = random.Random(f"{name}:disk")
         self._directory = Path(tempfile.mkdtemp(prefix="kv_disk"))
         self._max_bytes = self._rng.choice((3000, 20_000, 10**8))
         self._histories: list[Any] = []
@@ -104,20 +147,8 @@ class DiskLives:
         return self.counts
 
     def _live(self, number: int) -> None:
-        rng = self._rng
-        opened: list[KVDiskTier] = []
-
-        def open_tier(allocator: BlockAllocator) -> KVDiskTier:
-            files = PackFiles(self._directory, self._max_bytes)
-            files._pack_bytes = rng.choice((500, 5000, 10**6))
-            store = SlowStore(files, IDENTITY, rng)
-            sizes = [24 * allocator.block_size * group.width for group in allocator.groups]
-            tier.STEP_BYTES = rng.choice((1, 200, 1000, 10**6))
-            seconds = rng.choice((0.0, 0.0, 1e-9, 1.0))
-            opened.append(KVDiskTier(store, allocator, lambda start, stop: seconds, sizes))
-            return opened[-1]
-
-        life = self._make(self._seed, self._index, f":{number}", open_tier)
+        disk = Disk(self._directory, self._max_bytes, self._rng)
+        life = self._make(self._name, f":{number}", disk)
         life.calls.histories = self._histories  # type: ignore[attr-defined]
         try:
             life.run()
@@ -125,11 +156,12 @@ class DiskLives:
             counts = life.result()
             counts["schedules"] = 0
             self.counts += counts
-            for each in opened:
-                self.counts["stored"] += each.store.counts["bytes_written"] > 0
-                self.counts["fetched"] += each.store.counts["hits"]
-                self.counts["dropped"] += each.store.dropped.total()
-                each.store._packs.close()
+            if disk.tier is not None:
+                store: Any = disk.tier.store
+                self.counts["stored"] += store.counts["bytes_written"] > 0
+                self.counts["fetched"] += store.counts["hits"]
+                self.counts["dropped"] += store.dropped.total()
+                store._packs.close()
         self.counts["lives"] += 1
 
     def _damage(self) -> None:

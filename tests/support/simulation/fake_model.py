@@ -10,6 +10,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from mlx_paged.scheduler.cost_model import features_of
 from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
 from tests.support.simulation.hash_model import (
     MASK,
+    allowed,
     empty_context,
     extended,
     kv_of,
@@ -161,11 +163,17 @@ class FakeRunner:
 
     Args:
         recurrent: the model has a state beside its K/V, which must agree with it.
+        cascade: look for blocks that the sequences of a step share.
         rng: decides whether the device is ahead of the host or behind.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, clock: FakeClock, rng: random.Random, recurrent: bool
+        self,
+        allocator: BlockAllocator,
+        clock: FakeClock,
+        rng: random.Random,
+        recurrent: bool,
+        cascade: bool = True,
     ) -> None:
         self.allocator = allocator
         self.pool = FakePool(allocator.num_blocks, allocator.block_size)
@@ -175,6 +183,7 @@ class FakeRunner:
         self._rng = rng
         self._queue: deque[FakeLaunch | FakeTransfer] = deque()
         self._prefixes = BatchTables.of_groups(allocator, cascade=True)  # kept from step to step
+        self._cascade = cascade
 
     def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
         for request, snapshot in step.restores:
@@ -197,7 +206,7 @@ class FakeRunner:
     def _shared_keys(self, seq_ids: list[int]) -> int:
         """How many keys are said to be shared; notes a violation if the blocks are not the same."""
         most = 0
-        for tables in self._prefixes if len(seq_ids) > 1 else []:
+        for tables in self._prefixes if self._cascade and len(seq_ids) > 1 else []:
             (order, common), num_keys = tables.shared_prefixes(seq_ids, 0)
             most = max(most, num_keys)
             rows = [self.allocator.table(seq_ids[i], tables.group) for i in order.tolist()]
@@ -329,7 +338,8 @@ class FakeRunner:
             tokens = span.known_tokens()
             for request, number, stop in span.draws:
                 context = self.pool.read(span.slots[:stop], tokens[:stop], span.salt)
-                launch.choices.append(_choice(context, request, number, count))
+                own = tokens[_begin(request) : stop]
+                launch.choices.append(_choice(context, request, number, count, own))
         for row, error in launch.errors.items():
             launch.choices[row] = SampledToken(launch.requests[row], 0, 0.0, error=error)
 
@@ -346,10 +356,18 @@ class FakeRunner:
         return values
 
 
-def _choice(context: int, request: Request, index: int, count: int) -> SampledToken:
-    """A request's token; with it `count` likely ones if it asked for any, else as many of none."""
+def _begin(request: Request) -> int:
+    """Where the text begins that its grammar follows."""
+    grammar: Any = request.grammar
+    return 0 if grammar is None else grammar.matcher.begin
+
+
+def _choice(context: int, request: Request, index: int, count: int, own: list[int]) -> SampledToken:
+    """A request's token, after its `own` ones; with it `count` likely ones if it asked for any,
+    else as many of none."""
     logprobs = logprobs_of(context)
-    token = next_token(context, request.params, request.seed, index)
+    may_follow = None if request.grammar is None else allowed(request.params, own)
+    token = next_token(context, request.params, request.seed, index, may_follow)
     best = np.argsort(-logprobs, kind="stable")[:count].tolist()
     top = tuple((candidate, float(logprobs[candidate])) for candidate in best)
     if not request.params.logprobs:

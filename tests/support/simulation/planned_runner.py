@@ -1,44 +1,50 @@
-"""A fake runner whose steps also go to a second rank, which must see the same."""
+"""A runner whose steps also go to a second rank, which must see the same."""
 
 from typing import Any
 
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import BatchTables
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.scheduler.step import Step
-from tests.support.simulation.fake_model import FakeLaunch, FakeRunner
+from mlx_paged.scheduler.step import Runner, Step
 
 
-class PlannedRunner(FakeRunner):
+class PlannedRunner:
     """Writes a plan of every step, reads it as another rank does, and compares the two.
+
+    Args:
+        inner: computes the steps.
 
     Attributes:
         num_plans: how many were equal, digests included.
         most_bytes: of one plan.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.mirrored = MirroredAllocator(self.allocator)
-        self.writer, self.reader = PlanWriter(self.allocator), PlanReader(self.mirrored)
-        self._tables = BatchTables.of_groups(self.allocator)  # kept from step to step
+    def __init__(self, inner: Runner[Any], allocator: BlockAllocator) -> None:
+        self.inner, self.allocator = inner, allocator
+        self.mirrored = MirroredAllocator(allocator)
+        self.writer, self.reader = PlanWriter(allocator), PlanReader(self.mirrored)
+        self._tables = BatchTables.of_groups(allocator)  # kept from step to step
         self._mirrored_tables = BatchTables.of_groups(self.mirrored)
         self.num_plans = self.most_bytes = 0
         self._calls: list[tuple[int, int | None]] = []
 
-    def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def launch(self, step: Step, before: Any) -> Any:
         self._compare(step)
-        return super().launch(step, before)
+        return self.inner.launch(step, before)
 
     def drop(self, request: Request) -> None:
         self.writer.drop(request)
         self._calls.append((request.id, None))
-        super().drop(request)
+        self.inner.drop(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         self.writer.fork(parent, child)
         self._calls.append((parent.id, child.id))
-        super().fork(parent, child)
+        self.inner.fork(parent, child)
 
     def leaks(self) -> list[Any]:
         """What the other rank still has when every request has ended."""

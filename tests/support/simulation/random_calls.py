@@ -1,7 +1,8 @@
 """Random engines and what their callers ask for, all of it drawn from one random stream."""
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +93,11 @@ class Setting:
         return needed <= self.num_blocks
 
 
+PLACE = 0
+"""The token of an image."""
+FIRST_KEY = 1 << 62
+"""Keys of images are not below it."""
+
 TINY_GROUPS = LayerGroup(), LayerGroup(4, 2)
 """Those of a tiny model with a layer that sees all tokens and two that see the last four."""
 
@@ -109,14 +115,32 @@ def drawn_groups(rng: random.Random, block_size: int) -> tuple[LayerGroup, ...]:
 class RandomCalls:
     """What callers ask for.
 
+    Args:
+        constraints: options of which most requests have one; beams have none.
+        images: most prompts have images of a few kinds. The tokens of all images are the same;
+            their keys are not, and the model of hashes reads keys.
+        forks, beams: whether there are any.
+
     Attributes:
-        histories: salts and tokens of requests, which later prompts begin with.
+        histories: salts and keys of requests, which later prompts begin with.
     """
 
-    def __init__(self, setting: Setting, rng: random.Random, vocab: int) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        rng: random.Random,
+        vocab: int,
+        constraints: Sequence[Mapping[str, str]] = (),
+        images: bool = False,
+        forks: bool = True,
+        beams: bool = True,
+    ) -> None:
         self.setting = setting
         self.rng = rng
         self.vocab = vocab
+        self.constraints = constraints
+        self.images = images
+        self.kinds = ("request",) * 3 + ("fork",) * 2 * forks + ("samples",) + ("beams",) * beams
         self.histories: list[tuple[str, list[int]]] = []
 
     def prompt(self) -> tuple[list[int], str]:
@@ -129,9 +153,16 @@ class RandomCalls:
             length = len(known) if rng.random() < 0.5 else rng.randint(0, len(known))
             known = known[: min(length, longest - 1)]
         num_new = 1 if rng.random() < 0.1 else rng.randint(1, longest - len(known))
-        prompt = known + self.of_prompt(num_new)
-        self.histories.append((salt, prompt))
-        return prompt, salt
+        keys = known + self._keys(num_new)
+        self.histories.append((salt, keys))
+        if max(keys) < FIRST_KEY:
+            return keys, salt
+        tokens = [PLACE if key >= FIRST_KEY else key for key in keys]
+        if rng.random() < 0.2:  # the same tokens, without an image
+            return tokens, salt
+        places = np.array([key >= FIRST_KEY for key in keys])
+        sight: Any = SimpleNamespace(keys=keys, places=places)
+        return SeenPrompt(tokens, sight), salt
 
     def tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(count)]
@@ -142,15 +173,20 @@ class RandomCalls:
             return []
         return [self.rng.randint(0, len(prompt)) for _ in range(self.rng.choice((0, 0, 1, 3)))]
 
-    def of_prompt(self, count: int) -> list[int]:
-        """New tokens of a prompt."""
-        return self.tokens(count)
+    def _keys(self, count: int) -> list[int]:
+        """Those of new tokens of a prompt."""
+        keys = self.tokens(count)
+        if self.images and self.rng.random() < 0.6:
+            start, image = self.rng.randrange(count), self.rng.randrange(3)
+            size = len(keys[start : start + self.rng.choice((1, 3, 8))])
+            keys[start : start + size] = [FIRST_KEY + 2 * image + i % 2 for i in range(size)]
+        return keys
 
     def params(self, num_prompt: int) -> SamplingParams:
         """Greedy or not, with or without a seed, and maybe with a processor that fails."""
         rng, setting = self.rng, self.setting
         failing = FailingProcessor(num_prompt + rng.randint(0, setting.most_tokens))
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=rng.randint(1, setting.most_tokens),
             temperature=rng.choice((0.0, 0.0, 0.7, 1.0)),
             seed=rng.randrange(2**64) if rng.random() < 0.5 else None,
@@ -158,11 +194,21 @@ class RandomCalls:
             logprobs=rng.choice((0, 0, 2, 9)),
             logits_processors=(failing,) if rng.random() < setting.bad_rate else (),
         )
+        if not self.constraints:
+            return params
+        if rng.random() < 0.3:
+            return replace(params, ignore_eos=True)
+        constraint: Mapping[str, Any] = rng.choice(self.constraints)
+        return replace(params, logits_processors=(), **constraint)
 
     def beams(self) -> tuple[SamplingParams, BeamOptions]:
         rng = self.rng
         max_tokens = rng.randint(1, min(5, self.setting.most_tokens))
-        params = SamplingParams(max_tokens=max_tokens, stop_token_ids=self._stop_token_ids())
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=self._stop_token_ids(),
+            ignore_eos=bool(self.constraints),
+        )
         penalty = rng.choice((-1.0, 0.0, 1.0, 2.0))
         most = min(4, self.setting.num_blocks)  # as the engine asks where it knows no vocabulary
         return params, BeamOptions(rng.randint(1, most), penalty, rng.random() < 0.5)
@@ -175,33 +221,6 @@ class RandomCalls:
 
     def _stop_token_ids(self) -> frozenset[int]:
         return frozenset(self.tokens(self.rng.choice((0, 0, 1, 3))))
-
-
-class ImageCalls(RandomCalls):
-    """Prompts with images of a few kinds. The tokens of all images are the same; their keys are
-    not, and the model of hashes reads keys."""
-
-    place = 0  # the token of an image
-    first = 1 << 62
-
-    def prompt(self) -> tuple[list[int], str]:
-        keys, salt = super().prompt()
-        if max(keys) < self.first:
-            return keys, salt
-        tokens = [self.place if key >= self.first else key for key in keys]
-        if self.rng.random() < 0.2:  # the same tokens, without an image
-            return tokens, salt
-        places = np.array([key >= self.first for key in keys])
-        sight: Any = SimpleNamespace(keys=keys, places=places)
-        return SeenPrompt(tokens, sight), salt
-
-    def of_prompt(self, count: int) -> list[int]:
-        keys = self.tokens(count)
-        if self.rng.random() < 0.6:
-            start, image = self.rng.randrange(count), self.rng.randrange(3)
-            size = len(keys[start : start + self.rng.choice((1, 3, 8))])
-            keys[start : start + size] = [self.first + 2 * image + i % 2 for i in range(size)]
-        return keys
 
 
 def keys_of(prompt: list[int]) -> list[int]:

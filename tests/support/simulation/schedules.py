@@ -12,35 +12,33 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models import architectures, tiny_models
 from tests.support.ops.numpy_quantization import BITS
-from tests.support.simulation.disk_lives import DiskLives
+from tests.support.simulation import hash_model, structured_calls
+from tests.support.simulation.disk_lives import Disk, DiskLives, Life
 from tests.support.simulation.fake_model import FakeClock, FakeRunner
 from tests.support.simulation.fault_injection import FaultyRunner
 from tests.support.simulation.hash_model import VOCAB
 from tests.support.simulation.injected_drafts import InjectedDrafter, take_every_guess
 from tests.support.simulation.planned_runner import PlannedRunner
-from tests.support.simulation.random_calls import TINY_GROUPS, ImageCalls, Setting
-from tests.support.simulation.simulated_engine import Simulation, Structured, TurnWatch
+from tests.support.simulation.random_calls import TINY_GROUPS, Setting
+from tests.support.simulation.simulated_engine import Simulation, TurnWatch
 from tests.support.simulation.solo_runs import FakeSolo, MlxLmSolo, SoloModel
-from tests.support.simulation.structured_calls import (
-    StructuredSolo,
-    structured_setting,
-    structured_solo,
-)
+from tests.support.simulation.structured_calls import structured_setting, structured_solo
 
 COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
@@ -54,27 +52,101 @@ COUNTED = (
 RECURRENT = ("jamba", "qwen3_5", "lfm2", "kimi_linear", "rwkv7")
 LATENTS = ("kimi_linear",)  # are not quantized
 
+EVIDENCE = {
+    **{"kv_bits": "quantized", "drafts": "drafts", "grammars": "constrained"},
+    **{"windows": "windowed", "states": "recurrent", "disk": "fetched", "forks": "forks"},
+    **{"beams": "beams", "cascade": "shared_keys", "images": "pictures", "ranks": "plans"},
+    **{"compiled": "compiled"},
+}
+"""What a schedule counted if a feature was at work in it."""
 
-def fake_simulation(
-    seed: int,
-    index: int,
-    life: str = "",
-    open_tier: Callable[[BlockAllocator], KVDiskTier] | None = None,
-    runner_type: type[FakeRunner] = FakeRunner,
-) -> Simulation:
-    """Schedule `index` of `seed` on the model of hashes; with a disk one life of it."""
-    setting = Setting.drawn(random.Random(f"{seed}:{index}"), small=False)
-    rng = random.Random(f"{seed}:{index}{life}")
-    if open_tier is None:
+
+@dataclass(frozen=True)
+class Features:
+    """What a schedule has beside what its :class:`Setting` has: windows, states and drafts.
+
+    Attributes:
+        is_real: a tiny model in a whole engine; else the model of hashes, which has no
+            `kv_bits` and is never `compiled`.
+        images: in the model of hashes alone.
+        ranks: a second rank reads the plan of every step. Ranks have no `disk`.
+        compiled: None: if this is faster.
+        all_guesses: drafts for whoever has a guess; else the planner decides, by the clock.
+    """
+
+    is_real: bool = False
+    kv_bits: KVBits = None
+    grammars: bool = False
+    disk: bool = False
+    forks: bool = True
+    beams: bool = True
+    cascade: bool = True
+    images: bool = False
+    ranks: bool = False
+    compiled: bool | None = None
+    all_guesses: bool = False
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> "Features":
+        """All of them at random. Few schedules have a real model: these take longer."""
+        is_real = rng.random() < 0.08
+        ranks = rng.random() < 0.4
+        return cls(
+            is_real=is_real,
+            kv_bits=rng.choice((None, *BITS)) if is_real else None,
+            grammars=rng.random() < (0.3 if is_real else 0.5),
+            disk=not ranks and rng.random() < 0.6,
+            forks=rng.random() < 0.8,
+            beams=rng.random() < 0.8,
+            cascade=rng.random() < 0.7,
+            images=not is_real and rng.random() < 0.5,
+            ranks=ranks,
+            compiled=is_real and rng.random() < 0.7,
+            all_guesses=rng.random() < 0.8,
+        )
+
+    def build(self, name: str, life: str = "", disk: Disk | None = None) -> Simulation:
+        """A simulation of what the random stream `name` says; with a disk one life of it."""
+        make = _real_simulation if self.is_real else _fake_simulation
+        simulation = make(self, name, life, disk)
+        simulation.counts["quantized"] = self.kv_bits is not None
+        return simulation
+
+    def simulate(
+        self, name: str, setting: Setting, engine: Any, solo: SoloModel, rng: random.Random
+    ) -> Simulation:
+        """Of an engine whose runner is to fail now and then."""
+        if self.ranks:
+            setting = replace(setting, fault_rate=0.0)  # a failed step ends all ranks
+            engine.runner = PlannedRunner(engine.runner, engine.scheduler.allocator)
+        runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
+        scheduler = engine.scheduler
+        if (drafter := _drafter_for(solo, name)) is not None:
+            drafter.never = runner.bad
+            scheduler.speculation = Speculation(
+                drafter, scheduler.allocator, scheduler.budget, scheduler.rewinds
+            )
+            if self.is_real or self.all_guesses or setting.max_stall is None:
+                take_every_guess(scheduler.speculation)
+        source = structured_calls if self.is_real else hash_model
+        constraints = source.CONSTRAINTS if self.grammars else ()
+        watch = TurnWatch(random.Random(f"{name}:turns"))
+        calls = {"forks": self.forks, "beams": self.beams, "images": self.images}
+        return Simulation(
+            setting, engine, runner, solo, rng, watch, constraints=constraints, **calls
+        )
+
+
+def _fake_simulation(features: Features, name: str, life: str, disk: Disk | None) -> Simulation:
+    setting = Setting.drawn(random.Random(name), small=False)
+    rng = random.Random(f"{name}{life}")
+    if disk is None:
         Setting.drawn(rng, small=False)  # what follows is drawn after it
     else:
         setting = replace(setting, prefix_cache=True)
-    if runner_type is PlannedRunner:
-        setting = replace(setting, fault_rate=0.0)  # a failed step ends all ranks
     allocator = BlockAllocator(
         setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
     )
-    drafter = drafter_for(setting, FakeSolo(), f"{seed}:{index}")
     clock = FakeClock()
     scheduler = Scheduler(
         allocator,
@@ -87,92 +159,63 @@ def fake_simulation(
         watermark=setting.watermark,
         rewinds=not setting.recurrent,
         max_snapshots=setting.most_snapshots,
-        drafter=drafter,
-        open_tier=None if open_tier is None else lambda predict: open_tier(allocator),
+        open_tier=None if disk is None else lambda predict: disk.open(allocator),
         clock=clock,
     )
-    inner = runner_type(allocator, clock, random.Random(index), setting.recurrent)
-    runner = FaultyRunner(inner, rng, setting.fault_rate)
-    if drafter is not None:
-        drafter.never = runner.bad
-        if setting.max_stall is None:  # else the planner decides, by the clock
-            take_every_guess(scheduler.speculation)
+    index = int(name.split(":")[1])
+    device_rng = random.Random(index)
     engine = EngineCore(
         scheduler,
-        runner,
+        FakeRunner(allocator, clock, device_rng, setting.recurrent, features.cascade),
         EngineStats(setting.block_size, 1, setting.num_blocks),
         vocab_size=VOCAB,
         seed=index,
         lookahead=setting.lookahead,
     )
-    turn_rng = random.Random(f"{seed}:{index}:turns")
-    return Simulation(setting, engine, runner, FakeSolo(), rng, TurnWatch(turn_rng))
+    engine.grammars = engine._make_request._grammars = hash_model.HashGrammars()
+    return features.simulate(name, setting, engine, FakeSolo(), rng)
 
 
-def tiny_simulation(seed: int, index: int) -> Simulation:
-    """Schedule `index` of `seed` on a tiny llama, or on a hybrid model if a state is to be kept."""
-    rng = random.Random(f"{seed}:{index}:tiny")
-    return engine_simulation(rng, Setting.drawn(rng, small=True), seed, index)
-
-
-def quantized_simulation(seed: int, index: int) -> Simulation:
-    """The same with K/V quantized in one of the ways."""
-    rng = random.Random(f"{seed}:{index}:quantized")
-    kv_bits = rng.choice(BITS)
-    return engine_simulation(rng, Setting.drawn(rng, small=True), seed, index, kv_bits)
-
-
-def structured_simulation(seed: int, index: int) -> Simulation:
-    """Schedule `index` of `seed` on the demo model, with schemas for most of the requests."""
-    rng = random.Random(f"{seed}:{index}:structured")
-    setting = structured_setting(rng)
-    return engine_simulation(rng, setting, seed, index, solo=structured_solo())
-
-
-def engine_simulation(
-    rng: random.Random,
-    setting: Setting,
-    seed: int,
-    index: int,
-    kv_bits: KVBits = None,
-    solo: MlxLmSolo | None = None,
-) -> Simulation:
-    recurrent = [name for name in RECURRENT if kv_bits is None or name not in LATENTS]
-    model_type = rng.choice(recurrent) if setting.recurrent else "llama"
-    solo = solo or tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
-    engine = Engine(
-        solo.model,
-        solo.tokenizer if isinstance(solo, StructuredSolo) else None,
-        kv_bits=kv_bits,
-        block_size=setting.block_size,
-        num_blocks=setting.num_blocks // sum(group.width for group in setting.groups),
-        prefill_chunk=setting.prefill_chunk,
-        max_running=setting.max_running,
-        max_stall_ms=None if setting.max_stall is None else 1000 * setting.max_stall,
-        policy=setting.policy,
-        preempt=setting.victims,
-        seed=index,
-        prefix_cache=setting.prefix_cache,
-        lookahead=setting.lookahead,
-        prewarm=False,
-    )
-    runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
-    drafter = drafter_for(setting, solo, f"{seed}:{index}")
-    if drafter is not None:
-        drafter.never = runner.bad
-        scheduler = engine.scheduler
-        scheduler.speculation = Speculation(
-            drafter, scheduler.allocator, scheduler.budget, scheduler.rewinds
+def _real_simulation(features: Features, name: str, life: str, disk: Disk | None) -> Simulation:
+    rng, kv_bits = random.Random(name), features.kv_bits
+    solo: MlxLmSolo
+    if features.grammars:
+        setting = structured_setting(rng)
+        model_type, solo = "llama", structured_solo(kv_bits)
+    else:
+        setting = Setting.drawn(rng, small=True)
+        kinds = [each for each in RECURRENT if kv_bits is None or each not in LATENTS]
+        model_type = rng.choice(kinds) if setting.recurrent else "llama"
+        solo = tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
+    if disk is not None:
+        setting, rng = replace(setting, prefix_cache=True), random.Random(f"{name}{life}")
+    seed, index, *_ = name.split(":")
+    with nullcontext() if disk is None else disk.for_engines():
+        engine = Engine(
+            solo.model,
+            getattr(solo, "tokenizer", None),
+            kv_bits=kv_bits,
+            block_size=setting.block_size,
+            num_blocks=setting.num_blocks // sum(group.width for group in setting.groups),
+            prefill_chunk=setting.prefill_chunk,
+            max_running=setting.max_running,
+            max_stall_ms=None if setting.max_stall is None else 1000 * setting.max_stall,
+            policy=setting.policy,
+            preempt=setting.victims,
+            seed=int(index),
+            prefix_cache=setting.prefix_cache,
+            lookahead=setting.lookahead,
+            prewarm=False,
+            compile=features.compiled,
+            cascade=features.cascade,
+            kv_disk=None if disk is None else disk.directory,
         )
-        take_every_guess(scheduler.speculation)
-    turn_rng = random.Random(f"{seed}:{index}:turns")
-    kind = Structured if isinstance(solo, StructuredSolo) else Simulation
-    return kind(setting, engine, runner, solo, rng, TurnWatch(turn_rng))
+    return features.simulate(f"{seed}:{index}", setting, engine, solo, rng)
 
 
-def drafter_for(setting: Setting, solo: SoloModel, seed: str) -> InjectedDrafter | None:
+def _drafter_for(solo: SoloModel, name: str) -> InjectedDrafter | None:
     """A drafter for half of the schedules."""
-    rng = random.Random(f"{seed}:drafts")
+    rng = random.Random(f"{name}:drafts")
     takes = rng.random() < 0.5
     return InjectedDrafter(rng, solo, rng.choice((0.0, 0.7, 1.0))) if takes else None
 
@@ -194,31 +237,38 @@ def tiny_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -
     return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB, kv_bits)
 
 
-def disk_simulation(seed: int, index: int) -> DiskLives:
-    """Schedule `index` of `seed` in several lives, with a disk between them."""
-    return DiskLives(fake_simulation, seed, index)
+FAKE, TINY = Features(), Features(is_real=True)
 
 
-def ranks_simulation(seed: int, index: int) -> Simulation:
-    """Schedule `index` of `seed` with a second rank that reads the plan of every step."""
-    return fake_simulation(seed, index, runner_type=PlannedRunner)
+def tiny_simulation(seed: int, index: int) -> Simulation:
+    """Schedule `index` of `seed` on a tiny llama, or on a hybrid model if a state is to be kept."""
+    return TINY.build(f"{seed}:{index}:tiny")
 
 
-def image_simulation(seed: int, index: int) -> Simulation:
-    """Schedule `index` of `seed` with images in most prompts."""
-    simulation = fake_simulation(seed, index)
-    simulation.calls = ImageCalls(simulation.setting, simulation.rng, VOCAB)
-    return simulation
+def quantized_simulation(seed: int, index: int) -> Simulation:
+    """The same with K/V quantized in one of the ways."""
+    kv_bits = random.Random(f"{seed}:{index}").choice(BITS)
+    return replace(TINY, kv_bits=kv_bits).build(f"{seed}:{index}:quantized")
 
 
-MODELS = {
-    "images": image_simulation,
-    "fake": fake_simulation,
-    "ranks": ranks_simulation,
+def any_simulation(seed: int, index: int) -> Life:
+    """Schedule `index` of `seed` with all features at random."""
+    name = f"{seed}:{index}:all"
+    features = Features.drawn(random.Random(f"{name}:features"))
+    return DiskLives(features.build, name) if features.disk else features.build(name)
+
+
+MODELS: dict[str, Callable[[int, int], Life]] = {
+    "all": any_simulation,
+    "images": lambda seed, index: replace(FAKE, images=True).build(f"{seed}:{index}"),
+    "fake": lambda seed, index: FAKE.build(f"{seed}:{index}"),
+    "ranks": lambda seed, index: replace(FAKE, ranks=True).build(f"{seed}:{index}"),
     "tiny": tiny_simulation,
     "quantized": quantized_simulation,
-    "disk": disk_simulation,
-    "structured": structured_simulation,
+    "disk": lambda seed, index: DiskLives(FAKE.build, f"{seed}:{index}"),
+    "structured": lambda seed, index: replace(TINY, grammars=True).build(
+        f"{seed}:{index}:structured"
+    ),
 }
 
 
@@ -234,6 +284,17 @@ def run_schedule(model: str, seed: int, index: int) -> tuple[Counter[str], Excep
     return simulation.result(), failure
 
 
+def _features(together: Counter[tuple[str, ...]]) -> dict[str, Any]:
+    """In how many schedules each feature was at work, and which pairs seldom or never were."""
+    pairs = {pair: together[pair] for pair in combinations(sorted(EVIDENCE), 2)}
+    seldom = sorted((count, " ".join(pair)) for pair, count in pairs.items() if count)[:8]
+    return {
+        "features": {name: together[name,] for name in sorted(EVIDENCE)},
+        "pairs_never": [" ".join(pair) for pair, count in pairs.items() if not count],
+        "pairs_seldom": {pair: count for count, pair in seldom},
+    }
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="schedules", description="Random lives of an engine, checked.")
     parser.add_argument("--schedules", type=COUNT, default=1000, metavar="N")
@@ -247,16 +308,20 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     totals: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+    together: Counter[tuple[str, ...]] = Counter()
     for index in range(args.schedules) if args.only is None else [args.only]:
         counts, failure = run_schedule(args.model, args.seed, index)
         totals.update(counts)
+        at_work = sorted(name for name, proof in EVIDENCE.items() if counts[proof] > 0)
+        together.update([*combinations(at_work, 1), *combinations(at_work, 2)])
         if failure is not None:
             if args.only is not None:
                 traceback.print_exception(failure)
             print(f"schedule {index} of seed {args.seed}: {type(failure).__name__}: {failure}")
             replay = f"--seed {args.seed} --only {index} --model {args.model}"
             print(f"python -m tests.support.simulation.schedules {replay}", flush=True)
-    print(json.dumps({name: totals[name] for name in COUNTED}))
+    told = {name: totals[name] for name in COUNTED}
+    print(json.dumps(told | (_features(together) if args.model == "all" else {})))
     return int(totals["failures"] > 0)
 
 

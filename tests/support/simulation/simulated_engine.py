@@ -13,10 +13,9 @@ from mlx_paged.scheduler import turns
 from mlx_paged.scheduler.step import Span, Step
 from tests.support.simulation.fault_injection import FaultyRunner
 from tests.support.simulation.planned_runner import PlannedRunner
-from tests.support.simulation.random_calls import RandomCalls, Setting, keys_of
+from tests.support.simulation.random_calls import FIRST_KEY, RandomCalls, Setting, keys_of
 from tests.support.simulation.solo_checks import SoloChecks, Ticket
 from tests.support.simulation.solo_runs import BeamOptions, SoloModel
-from tests.support.simulation.structured_calls import StructuredCalls, structured_solo
 
 STEPS_A_TOKEN = 20
 """A request that took more steps a token, preemptions and failures included, would never end."""
@@ -69,6 +68,7 @@ class Simulation:
         solo: SoloModel,
         rng: random.Random,
         watch: TurnWatch,
+        **calls: Any,
     ) -> None:
         self.turns = watch
         runner.on_launch = watch.see
@@ -76,7 +76,8 @@ class Simulation:
         self.engine = engine
         self.runner = runner
         self.rng = rng
-        self.calls = RandomCalls(setting, rng, solo.vocab)
+        self.solo = solo
+        self.calls = RandomCalls(setting, rng, solo.vocab, **calls)
         self.counts: Counter[str] = Counter(schedules=1)
         self.checks = SoloChecks(solo, runner, self.counts)
         self.tickets: dict[int, Ticket] = {}
@@ -109,6 +110,9 @@ class Simulation:
         self.counts["overtakes"] = self.turns.num_overtakes
         self.counts["cow_clones"] = scheduler.allocator.store.cow_clones
         self.counts["shared_keys"] = self.engine.stats.shared_keys
+        self.counts["windowed"] = len(self.setting.groups) > 1
+        self.counts["recurrent"] = self.setting.recurrent
+        self.counts["compiled"] = getattr(self.runner.inner, "compiled", None) is not None
         if scheduler.speculation is not None:
             self.counts["drafts"] = scheduler.speculation.num_drafted
             self.counts["accepted_drafts"] = scheduler.speculation.num_accepted
@@ -117,12 +121,17 @@ class Simulation:
     # What callers do
 
     def _call(self) -> None:
-        adding = (self._add_request,) * 3 + (self._fork,) * 2 + (self._add_samples, self._add_beams)
+        adding = {
+            "request": self._add_request,
+            "fork": self._fork,
+            "samples": self._add_samples,
+            "beams": self._add_beams,
+        }
         others = (self._release, self._reset, *[self._abort] * (self._num_aborts > 0))
         adds = self._num_arrivals > 0 and self.rng.random() < 0.6
         self._num_arrivals -= adds
         with suppress(KeyboardInterrupt):  # a fork waits for the step under way
-            self.rng.choice(adding if adds else others)()
+            (adding[self.rng.choice(self.calls.kinds)] if adds else self.rng.choice(others))()
 
     def _add_request(self) -> None:
         prompt, salt = self.calls.prompt()
@@ -251,6 +260,8 @@ class Simulation:
             self.runner.bad[request_id] = length
             lengths.append(length)
         ticket.breaks_at = min(lengths, default=None)
+        self.counts["constrained"] += ticket.params.constraint is not None
+        self.counts["pictures"] += max(prompt) >= FIRST_KEY
         self.tickets[request_id] = ticket
         self.counts["requests"] += 1
         width = beams.num_beams if beams else 1
@@ -258,7 +269,8 @@ class Simulation:
 
     def _may_follow(self, parent: Ticket, tokens: list[int]) -> bool:
         """Whether the grammar of a request allows these tokens, its prompt included."""
-        return True
+        own = [*parent.begun, *tokens[len(parent.prompt) :]]
+        return self.solo.allows(parent.params, own)
 
     # What must hold
 
@@ -273,7 +285,7 @@ class Simulation:
         self.counts["violations"] += len(violations)
         assert not violations, violations[0]
         ids = [output.request_id for output in outputs if output.token is not None]
-        several = isinstance(self, Structured) or self.engine.scheduler.speculation is not None
+        several = self.calls.constraints or self.engine.scheduler.speculation is not None
         assert several or len(set(ids)) == len(ids), "two tokens of one request in a step"
         for output in outputs:
             ticket = self.tickets[output.request_id]
@@ -291,6 +303,10 @@ class Simulation:
         self.counts["leaked_blocks"] += scheduler.allocator.store.blocks_in_use
         unended = [i for i, ticket in self.tickets.items() if ticket.completion is None]
         assert not unended, f"requests {unended} never ended"
+        for ticket in self.tickets.values():
+            if ticket.completion is not None and ticket.beams is None:
+                text = [*ticket.begun, *ticket.completion.tokens]
+                self.counts["valid"] += self.solo.check(ticket.params, text)
         waiting = [request.id for request in scheduler.waiting]
         waiting += [] if scheduler.tier is None else list(scheduler.tier.loading)
         assert not waiting, f"{waiting} still wait"
@@ -306,22 +322,3 @@ class Simulation:
         states = getattr(self.runner.inner, "states", {})
         states = getattr(states, "_held", states)
         assert not states, f"states of {list(states)} are left"
-
-
-class Structured(Simulation):
-    """One whose requests have schemas. Their texts are valid, or prefixes of valid ones."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.calls = StructuredCalls(self.setting, self.rng, structured_solo().vocab)
-
-    def _may_follow(self, parent: Ticket, tokens: list[int]) -> bool:
-        own = [*parent.begun, *tokens[len(parent.prompt) :]]
-        return structured_solo().allows(parent.params, own)
-
-    def _check_end(self) -> None:
-        super()._check_end()
-        for ticket in self.tickets.values():
-            if ticket.completion is not None and ticket.beams is None:
-                text = [*ticket.begun, *ticket.completion.tokens]
-                self.counts["valid"] += structured_solo().check(ticket.params, text)

@@ -17,6 +17,7 @@ from mlx_paged.sampling.sampler import uniform
 from mlx_paged.sampling_params import SamplingParams
 from tests.support.ops.numpy_quantization import quantized_mlx_lm
 from tests.support.simulation import hash_model
+from tests.support.simulation.hash_model import allowed
 
 Logprobs = Callable[[list[int]], npt.NDArray[np.float64]]
 
@@ -56,6 +57,13 @@ class SoloModel(Protocol):
     def logprobs(self, salt: bytes) -> Logprobs:
         """Log-probabilities of what comes after given tokens."""
 
+    def allows(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
+        """Whether the text of a request may begin with these tokens."""
+
+    def check(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
+        """Whether the text is one that `params` restrict and complete; AssertionError if it is not
+        allowed."""
+
 
 def solo_run(
     model: SoloModel,
@@ -92,7 +100,8 @@ class FakeSolo:
         tokens = list(prompt)
         context = hash_model.context_of(tokens, salt)
         for index in range(params.max_tokens):
-            token = hash_model.next_token(context, params, seed, index)
+            may_follow = allowed(params, [*begun, *tokens[len(prompt) :]])
+            token = hash_model.next_token(context, params, seed, index, may_follow)
             kv = hash_model.kv_of(context, token, len(tokens))
             context = hash_model.extended(context, kv, len(tokens))
             tokens.append(token)
@@ -100,6 +109,15 @@ class FakeSolo:
 
     def logprobs(self, salt: bytes) -> Logprobs:
         return lambda tokens: hash_model.logprobs_of(hash_model.context_of(tokens, salt))
+
+    def allows(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
+        masks = [allowed(params, tokens[:index]) for index in range(len(tokens))]
+        pairs = zip(masks, tokens, strict=True)
+        return all(mask is None or bool(mask[token]) for mask, token in pairs)
+
+    def check(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
+        assert self.allows(params, tokens), "no prefix of a valid text"
+        return params.constraint is not None
 
 
 class MlxLmSolo:
@@ -118,6 +136,14 @@ class MlxLmSolo:
     ) -> Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None:
         """Which tokens may follow given ones, if `params` restrict them."""
         return None
+
+    def allows(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
+        mask = self.mask(params, tokens)
+        return mask is None or bool(mask(()).any())
+
+    def check(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
+        assert self.allows(params, tokens), "no prefix of a valid text"
+        return False
 
     def tokens(
         self,

@@ -14,30 +14,17 @@ from llguidance.hf import from_tokenizer
 
 from mlx_paged.cli import load_model
 from mlx_paged.kv.layer_groups import ONE_GROUP
+from mlx_paged.ops.formats import KVBits
 from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 from tests.support.random_schemas import random_schema
-from tests.support.simulation.random_calls import RandomCalls, Setting
-from tests.support.simulation.solo_runs import BeamOptions, MlxLmSolo
+from tests.support.simulation.random_calls import Setting
+from tests.support.simulation.solo_runs import MlxLmSolo
 
 Mask = Callable[[Sequence[int]], npt.NDArray[np.bool_]]
 SCHEMAS = [json.dumps(random_schema(index)) for index in (0, 3, 5, 9, 12, 14)]
 SCHEMAS.append('{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}')
 SCHEMAS.append('{"enum": ["red", "green", {"k": 0}]}')
-
-
-class StructuredCalls(RandomCalls):
-    """Most requests have one of the schemas; beams have none."""
-
-    def beams(self) -> tuple[SamplingParams, BeamOptions]:
-        params, options = super().beams()
-        return replace(params, ignore_eos=True), options
-
-    def params(self, num_prompt: int) -> SamplingParams:
-        params = super().params(num_prompt)
-        if self.rng.random() < 0.3:
-            return replace(params, ignore_eos=True)
-        schema = self.rng.choice(SCHEMAS)
-        return replace(params, json_schema=schema, logits_processors=())
+CONSTRAINTS = [{"json_schema": schema} for schema in SCHEMAS]
 
 
 def structured_setting(rng: random.Random) -> Setting:
@@ -59,9 +46,9 @@ def structured_setting(rng: random.Random) -> Setting:
 class StructuredSolo(MlxLmSolo):
     """The demo model, run by mlx-lm: mask, then choose."""
 
-    def __init__(self) -> None:
+    def __init__(self, kv_bits: KVBits = None) -> None:
         model, self.tokenizer = load_model()
-        super().__init__(model, model.args.vocab_size)
+        super().__init__(model, model.args.vocab_size, kv_bits)
         self.ends = frozenset(self.tokenizer.eos_token_ids)
         self._tokens = from_tokenizer(self.tokenizer._tokenizer, self.vocab, sorted(self.ends))
 
@@ -97,14 +84,9 @@ class StructuredSolo(MlxLmSolo):
         force()
         return allowed
 
-    def allows(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
-        """Whether the text of a request may begin with these tokens."""
-        mask = self.mask(params, tokens)
-        return mask is None or bool(mask(()).any())
-
     def check(self, params: SamplingParams, tokens: Sequence[int]) -> bool:
         """Whether the text is complete; AssertionError, or jsonschema's, if it is not valid."""
-        assert self.allows(params, tokens), "no prefix of a valid text"
+        super().check(params, tokens)
         if params.json_schema is None or not tokens or tokens[-1] not in self.ends:
             return False
         text = self.tokenizer.decode([token for token in tokens if token not in self.ends])
@@ -113,6 +95,6 @@ class StructuredSolo(MlxLmSolo):
 
 
 @cache
-def structured_solo() -> StructuredSolo:
+def structured_solo(kv_bits: KVBits = None) -> StructuredSolo:
     """One for all schedules."""
-    return StructuredSolo()
+    return StructuredSolo(kv_bits)
