@@ -231,10 +231,11 @@ Floats load_partial(const T* from, int count) {
   } else {
     return _mm512_maskz_loadu_ps((1u << count) - 1, from);
   }
-#endif
+#else
   T elements[kLanes] = {};
   __builtin_memcpy(elements, from, bytes_of<T>(count));
   return load(elements);
+#endif
 }
 
 // One element. A partial load would wait for its own stores.

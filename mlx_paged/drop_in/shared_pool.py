@@ -65,7 +65,7 @@ class PagedSequence:
         # calls it for a state's sequence while it evaluates, and may not evaluate again then.
         if self.is_frozen:
             self.pool.frozen.discard(self)
-        elif next(reversed(_phases)) == "stop":
+        elif [*_phases][-1] == "stop":  # an iterator may start a collection, which moves a phase
             try:
                 self.pool.settle()
             except Exception as error:  # which Python would only print

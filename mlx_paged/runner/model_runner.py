@@ -113,7 +113,8 @@ class ModelRunner:
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
-        self.cpu_layers = CPULayers(model, cpu_linear)
+        with self._lock:
+            self.cpu_layers = CPULayers(model, cpu_linear)
         self.begins_each = begins_each
         self._make_sampler = make_sampler
         self.sampler = make_sampler()

@@ -164,12 +164,15 @@ class Models:
         size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
         while self.loaded and (len(self.loaded) >= most or size > spare_memory()):
             await self._unload(min(self.loaded.values(), key=lambda model: model.last_used))
+
+        def load(places: int) -> None:  # kept also if its client leaves meanwhile
+            self.loaded[path] = _make(path, self.args, places)
+
         try:
-            model = await _in_own_thread(_make, path, self.args, most - len(self.loaded))
+            await _in_own_thread(load, most - len(self.loaded))
         except ValueError as error:
             raise Refusal(404, str(error), "model_not_found", "model") from error
-        self.loaded[path] = model
-        return model
+        return self.loaded[path]
 
     async def _unload(self, model: Model) -> None:
         """Wait for the model's requests, then free its memory."""
@@ -229,9 +232,11 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     service = EngineService(engine).start()
     try:
         service.call(lambda engine: None)  # it returns when the service has traced its decodes
-    except BaseException:
-        service.close()
-        raise
+    except BaseException as error:
+        _release(service)
+        if not isinstance(error, RuntimeError):
+            raise
+        raise ValueError(f"model {path}: {describe(error.__cause__ or error)}") from error
     return Model(
         name=path,
         tokenizer=tokenizer,

@@ -20,7 +20,7 @@ from mlx_lm.utils import load_tokenizer
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
 from mlx_paged.runner.ranks import Ranks
-from mlx_paged.runner.skip_unsampled import attached_to, override
+from mlx_paged.runner.skip_unsampled import attached_to, lock_of, override
 from mlx_paged.vision.prompts import Eyes
 from mlx_paged.vision.sight import Picture, Sight
 
@@ -230,7 +230,8 @@ class SeeingModel(nn.Module):
         """What a batch with pictures needs beside its tokens; nothing if no row needs anything."""
         if not batch.seen:
             return {}
-        found = self._embeddings(batch)
+        with lock_of(self):
+            found = self._embeddings(batch)
         if self.has_positions:
             found["position_ids"] = mx.array(_shaped(_positions(batch), batch, 1))
         return found

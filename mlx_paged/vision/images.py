@@ -26,7 +26,7 @@ SCAN = b"\xff\xda"
 EXPECTED = "a PNG, JPEG, WEBP, GIF or BMP image"
 KINDS = ("image_url", "image", "input_image")
 """Of parts: of chat completions, of the Messages API, of the Responses API."""
-WORD = "Hello"
+WORD = "xq7w"  # no template has it
 
 
 def is_image(part: Any) -> bool:

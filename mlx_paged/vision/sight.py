@@ -79,7 +79,9 @@ class Sight:
 
 
 def _size(value: Any) -> int:
-    return sum(map(_size, value)) if isinstance(value, list) else getattr(value, "nbytes", 0)
+    if isinstance(value, dict | list | tuple):
+        return sum(map(_size, value.values() if isinstance(value, dict) else value))
+    return getattr(value, "nbytes", 0)
 
 
 class SeenPrompt(list[int]):

@@ -1,5 +1,6 @@
 """The server loads models on demand, unloads them, and keeps to their positions."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ import threading
 import urllib.request
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +20,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.server import answers
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
-from mlx_paged.server.models import _positions
+from mlx_paged.server.models import Models, _positions
 from tests.support.commands.server_harness import (
     CODE,
     TIMEOUT,
@@ -52,6 +54,43 @@ def test_a_server_is_warm_when_it_listens(monkeypatch):
     monkeypatch.setattr(Engine, "warm_up", lambda engine: done.wait(0.5) or done.set())
     with serving(server_flags.parse(["--port", "0", "--kv-memory", "0.05"])):
         assert done.is_set()
+
+
+def test_a_warm_up_that_fails_is_a_mistake_of_the_start(monkeypatch):
+    def fail(engine):
+        raise OSError("no kernel")
+
+    monkeypatch.setattr(Engine, "warm_up", fail)
+    args = server_flags.parse(["--port", "0", "--kv-memory", "0.05"])
+    with pytest.raises(ValueError, match=r"^model .*demo_model: OSError: no kernel"), serving(args):
+        pass
+
+
+def test_a_model_whose_client_leaves_while_it_loads_is_kept(monkeypatch):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def make(path, args, places):
+        begun.set()
+        assert may_end.wait(TIMEOUT)
+        return SimpleNamespace(taken=0, take=lambda count: None)
+
+    monkeypatch.setattr("mlx_paged.server.models._make", make)
+    models = Models(server_flags.parse(["--port", "0"]))
+
+    async def leave():
+        async def wait():
+            async with models.use("model", 1):
+                pass
+
+        client = asyncio.ensure_future(wait())
+        await asyncio.to_thread(begun.wait, TIMEOUT)
+        client.cancel()
+        threading.Timer(0.1, may_end.set).start()
+        with pytest.raises(asyncio.CancelledError):
+            await client
+
+    asyncio.run(leave())
+    assert [*models.loaded] == ["model"]
 
 
 @pytest.mark.slow
