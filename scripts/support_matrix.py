@@ -51,10 +51,11 @@ HEADER = """# Supported architectures
 This page lists every architecture of mlx-lm {version}. Look for the `model_type` of a model's
 `config.json`. `python -m scripts.support_matrix` writes this page; do not edit it.
 
-The tests run each architecture as a tiny random float32 model, on Linux on a CPU. The logits are
-compared with mlx-lm's own: one sequence at a time, stock cache, relative error below 1e-4. The
-cases are batches of sequences of different lengths, chunked prompts that arrive while others
-decode, samples of one prompt and shared prefixes (`tests/runner/test_architectures.py`).
+The tests run each architecture as a tiny random float32 model, on Linux on a CPU. The logits of
+those served are mlx-lm's own, with a relative error below 1e-4; mlx-lm computes one sequence at a
+time with its own cache. The cases are batches of sequences of different lengths, chunked prompts
+that arrive while others decode, samples of one prompt and shared prefixes
+(`tests/runner/test_architectures.py`).
 
 `decodes` says how a model computes the next token of a sequence:
 
