@@ -92,32 +92,31 @@ TITLE = "A model of occupancy and time"
 TEXT = """
 ## {title}
 
-**This is a model, not a measurement: no figure below was seen on Apple hardware.**
+**This is a model, not a measurement: nobody has seen these figures on Apple hardware.**
 
     resident  = min(60 KiB / threadgroup memory, 208 KiB / (threads * registers), 3,072 / threads),
-                in whole threadgroups, at least 1: what a core holds at a time
+                in whole threadgroups, at least 1: the threadgroups that a core holds
     occupancy = resident * threads / 3,072
     memory    = bytes / bandwidth
     compute   = cycles / (min(cores, threadgroups) * 4 * 1.278e9)
     time      = max(memory, compute)
 
-- threadgroup memory, registers and threads of a core, its four schedulers of one simdgroup
-  instruction a cycle and the clock of 1.278 GHz are those of the M1 in [12]. They agree with what
-  Apple said of it: 2.6 TFLOPS [1] and "nearly 25,000 threads" [13]. **All chips are taken to have
-  them. For the M3, M4 and M5 no source was found**; from the M3 on, registers and threadgroup
-  memory share what a core has [14], and the limits are no longer apart.
-- bytes: at best each byte of keys and values comes from memory once, at worst once for every
-  threadgroup that loads it: a range where the two differ.
-- cycles: 1 for a load or store; 2 * D * keys a row over 32 for scores and output, or {matrix} for
-  a product of 8x8 matrices, of which a core of an M1 Max sustains 102 multiplications a cycle [12];
-  {shuffle} for a shuffle, {reduction} for a reduction, {exponential} for an exponential and
-  {multiply} for a 64-bit multiplication, what [12] found for the M1 Max; as many as for a shuffle
-  for a matrix that is loaded from threadgroup memory or stored there, for which no figure was
-  found. All but products of matrices are taken {other} times, for index arithmetic, conversions and
-  rescaling: at D 128 and groups of four Mesa's compiler for the M1 makes some 2,200 cycles a tile
-  of this package's kernel, and 7,100 of MLX's in two passes.
-- bandwidth and cores are Apple's, as those who quoted its announcements have them; Apple's own
-  pages were not at hand.
+- A core has the threadgroup memory, registers and threads of the M1 in [12]. It has four
+  schedulers. Each issues one instruction of a simdgroup in a cycle of 1.278 GHz. These numbers
+  agree with Apple's for the M1: 2.6 TFLOPS [1] and "nearly 25,000 threads" [13]. **The model takes
+  them for all chips, because no source was found for the M3, M4 and M5.** From the M3 on, registers
+  and threadgroup memory share one memory [14], so their limits are not separate.
+- Bytes: at best each byte of keys and values comes from memory once. At worst it comes once for
+  each threadgroup that loads it. A cell has a range if the two differ.
+- Cycles: 1 for a load or a store. Scores and outputs take 2 * D * keys / 32 for each row, or
+  {matrix} for a product of 8x8 matrices: a core of an M1 Max sustains 102 multiplications a cycle
+  [12]. A shuffle takes {shuffle}, a reduction {reduction}, an exponential {exponential} and a
+  64-bit multiplication {multiply}, as [12] found for the M1 Max. No figure was found for a matrix
+  that is loaded from threadgroup memory or stored there; it is taken as a shuffle. All but products
+  of matrices are multiplied by {other}, for index arithmetic, conversions and rescaling. This
+  factor is that of Mesa's compiler for the M1 at D 128 and groups of four: it makes about 2,200
+  cycles a tile of this package's kernel, and 7,100 of MLX's in two passes.
+- Bandwidth and cores are Apple's, as the quoted pages report them. Apple's own pages were not read.
 
 | chip | GB/s | GPU cores, at most | from |
 |---|--:|--:|---|
@@ -131,11 +130,11 @@ TEXT = """
    https://abachy.com/news/apples-m3-series-chips-enhanced-performance-and-advanced-gpus
 4. MacTrast, on M4 Pro and M4 Max: https://mactrast.com/?p=168123
 5. The Mac Observer, on the M5:
-   https://www.macobserver.com/news/apples-new-m5-chip-lands-with-4x-ai-gpu-boost-faster-neural-engine-and-higher-memory-bandwidth/
+https://www.macobserver.com/news/apples-new-m5-chip-lands-with-4x-ai-gpu-boost-faster-neural-engine-and-higher-memory-bandwidth/
 6. TechMoran, on M4 Pro and M4 Max:
    https://techmoran.com/2024/10/31/apple-unveils-its-most-powerful-chips-the-m4-pro-and-m4-max/
 7. 9to5Mac, on M1 Pro and M1 Max:
-   https://9to5mac.com/2021/10/18/apple-unveils-next-generation-m1-pro-and-m1-max-chips-for-new-macs/
+https://9to5mac.com/2021/10/18/apple-unveils-next-generation-m1-pro-and-m1-max-chips-for-new-macs/
 8. MacRumors, "Apple Announces M4 Max":
    https://www.macrumors.com/2024/10/30/apple-announces-m4-max-chip/
 9. Lowyat, on M5 Pro and M5 Max: https://www.lowyat.net/2026/385170/apple-m5-pro-m5-max
