@@ -38,7 +38,8 @@ PARTS = (*COUNTED, "launch", "results", "pipeline")
 """A step from its schedule until the sampled tokens were read."""
 
 BESIDE = ("cost model", "outputs")
-"""What is not in that; outputs are what callers see of a token, after the step."""
+"""What is not in that. The cost model only learns where a bound on steps, drafts or a disk ask it;
+outputs are what callers see of a token, after the step."""
 
 TARGET_US = {32: 300, 256: 1000}
 """For the counted parts together."""
@@ -136,7 +137,7 @@ class Course:
         "quiet" and "quiet step" are the quietest tenth of both sums, to which other processes added
         least.
         """
-        columns = {part: [lap[part] for lap in self.steps] for part in (*PARTS, *BESIDE)}
+        columns = {part: [lap.get(part, 0.0) for lap in self.steps] for part in (*PARTS, *BESIDE)}
         for name, parts in (("counted", COUNTED), ("step", PARTS)):
             columns[name] = [sum(lap[part] for part in parts) for lap in self.steps]
         seconds = {name: median(values) for name, values in columns.items()}

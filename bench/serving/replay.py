@@ -115,6 +115,7 @@ class Replay:
         """Run until every stream has ended; a KeyboardInterrupt leaves a partial run."""
         try:
             with closing(GcPauses(time.perf_counter)) as pauses:
+                pauses.watch()
                 while self._server.has_work or not self._source.is_empty:
                     for arrival_s, job in self._source.due(self._clock.now()):
                         self._server.submit(job, self._add_streams(arrival_s, job))

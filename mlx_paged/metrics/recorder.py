@@ -28,28 +28,26 @@ IntArray = npt.NDArray[np.int64]
 
 
 class GcPauses:
-    """Measures garbage collections with `clock` while this object lives."""
+    """Measures garbage collections with `clock` from `watch` to `close`. At other times there is no
+    callback: it would swallow a Ctrl-C that comes during a collection."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds = 0.0  # on the watched thread
+        self.seconds = 0.0  # on the thread that watches
         self.elsewhere = 0.0  # seconds on other threads
         self.clock = clock
-        self._thread = threading.get_ident()
+        self._thread = 0
         self._started: float | None = None
-        note = weakref.WeakMethod(self._note)  # a bound method would keep this object alive
-
-        def callback(phase: str, info: dict[str, int]) -> None:
-            if (alive := note()) is not None:
-                alive(phase)
-
-        gc.callbacks.append(callback)
-        self.close = weakref.finalize(self, gc.callbacks.remove, callback)
-        self.close.atexit = False
 
     def watch(self) -> None:
-        self._thread = threading.get_ident()
+        self.close()
+        self._thread, self._started = threading.get_ident(), None
+        gc.callbacks.append(self._note)
 
-    def _note(self, phase: str) -> None:
+    def close(self) -> None:
+        if self._note in gc.callbacks:
+            gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._started = self.clock()
         elif self._started is not None:
@@ -232,6 +230,7 @@ class TickRecorder:
 
     def end(self, result: StepResult) -> None:
         """Call after the engine advanced."""
+        self.pauses.close()
         if result.step is None and result.fault is None:
             return
         tick, pauses = self._tick, self.pauses
