@@ -205,8 +205,8 @@ def _encode(
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     if eyes and images:
         return eyes(text, images)
-    begins = eyes is not None and eyes.adds_special
-    return list(tokenizer.encode(text, add_special_tokens=begins))
+    adds_special = eyes is not None and eyes.adds_special
+    return list(tokenizer.encode(text, add_special_tokens=adds_special))
 
 
 def _image(path: str) -> bytes:

@@ -187,7 +187,7 @@ class ModelRunner:
                 read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
                 self._begin([*self.pool.handles(), *states, *read])
             if self._is_recurrent:
-                for span, snapshot in [(own, each) for own in spans for each in own.snapshots]:
+                for span, snapshot in [(s, each) for s in spans for each in s.snapshots]:
                     self._fill(snapshot, span.request)
             if batch.scored:
                 prompt_scores.append(PromptScores(batch.scored, rows))

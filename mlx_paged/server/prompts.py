@@ -55,8 +55,8 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             tokens: list[int] = model.eyes(text, given)
             _check_context(model, fields, len(tokens), _num_new(fields))
         else:
-            begins = model.eyes is not None and model.eyes.adds_special
-            tokens = _tokens(model, text, fields, add_special_tokens=begins)
+            adds_special = model.eyes is not None and model.eyes.adds_special
+            tokens = _tokens(model, text, fields, add_special_tokens=adds_special)
             if model.has_states and not fields["continue_final_message"]:
                 render = partial(_render, model, fields["tools"], chat_args)
                 ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)

@@ -22,7 +22,7 @@ from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
 from mlx_paged.runner.ranks import Ranks
 from mlx_paged.runner.skip_unsampled import attached_to, lock_of, override
 from mlx_paged.vision.prompts import Eyes
-from mlx_paged.vision.sight import Picture, Sight
+from mlx_paged.vision.sight import Picture, Sight, size_of
 
 KEPT_BYTES = 256 << 20
 """Bytes of pictures' features that are kept for later requests."""
@@ -150,9 +150,9 @@ class PictureFeatures:
             found = self._kept[picture.digest] = self._computed(picture)
             self.seconds += time.perf_counter() - started
             self.num_computed += 1
-            self.nbytes += _size(found)
+            self.nbytes += size_of(found)
             while self.nbytes > KEPT_BYTES and len(self._kept) > 1:
-                self.nbytes -= _size(self._kept.popitem(last=False)[1])
+                self.nbytes -= size_of(self._kept.popitem(last=False)[1])
             return found
 
     def _computed(self, picture: Picture) -> Features:
@@ -324,7 +324,3 @@ def _of_mlx_lm(cache: Any) -> Any:
 
 def _as_mlx(value: Any) -> Any:
     return mx.array(value) if isinstance(value, np.ndarray) else value
-
-
-def _size(features: Features) -> int:
-    return features.embeddings.nbytes + sum(each.nbytes for each in features.deep)

@@ -75,12 +75,13 @@ class Sight:
     @property
     def nbytes(self) -> int:
         """Of the pictures' inputs."""
-        return sum(_size([*picture.inputs.values()]) for picture in self.pictures)
+        return sum(size_of([*picture.inputs.values()]) for picture in self.pictures)
 
 
-def _size(value: Any) -> int:
+def size_of(value: Any) -> int:
+    """Bytes of the arrays in this."""
     if isinstance(value, dict | list | tuple):
-        return sum(map(_size, value.values() if isinstance(value, dict) else value))
+        return sum(map(size_of, value.values() if isinstance(value, dict) else value))
     return getattr(value, "nbytes", 0)
 
 

@@ -326,10 +326,9 @@ def test_a_line_of_messages_is_a_chat(run, asked, chat_model, tmp_path):
         {"messages": [message("system", "shout"), message("user", "hello")]},
         {"messages": [message("user", [{"type": "text", "text": "hello"}])]},
     ]
-    file = jsonl(tmp_path / "prompts.jsonl", lines)
     output = tmp_path / "results.jsonl"
     options = ["-m", 1, "--system-prompt", "hush", "--output", output]
-    run("--model", chat_model, "--prompts-file", file, *options)
+    run("--model", chat_model, "--prompts-file", jsonl(tmp_path / "p.jsonl", lines), *options)
     end = "# user: hello\n# assistant:\n"
     assert asked == [f"# system: {text}\n{end}" for text in ("hush", "shout", "hush")]
     results = read_jsonl(output)
