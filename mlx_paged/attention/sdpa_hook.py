@@ -11,7 +11,7 @@ else.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any, NamedTuple, Self
 
@@ -21,6 +21,10 @@ from mlx_paged.ops import view_as
 
 mlx_attention = mx.fast.scaled_dot_product_attention
 mlx_where = mx.where
+
+
+class UnknownAttentionError(ValueError):
+    """A layer asks its cache for attention of a kind that the hook does not know."""
 
 
 class Query(NamedTuple):
@@ -129,19 +133,49 @@ def attention_hook() -> Iterator[None]:
 
 
 def _attention(
-    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, **kwargs: Any
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: Any = None,
+    sinks: mx.array | None = None,
+    stream: Any = None,
+    **unknown: Any,
 ) -> mx.array:
+    if not isinstance(k, KVHandle):
+        given = {"sinks": sinks, "stream": stream} | unknown
+        return mlx_attention(q, k, v, scale=scale, mask=mask, **given)
+    _require_known(mask, unknown)
     out = None
-    if isinstance(k, KVHandle):
-        sinks, is_implied = kwargs.get("sinks"), mask is None or isinstance(mask, str)
+    # Without a mask several queries see each other, and all keys.
+    is_implied = isinstance(mask, str) or (mask is None and q.shape[2] == 1)
+    with nullcontext() if stream is None else mx.stream(stream):
         if (is_implied or isinstance(mask, CausalMask)) and _is_pair(k, v):
             window = k.cache.window if is_implied else mask.window
             out = k.cache.attend(Query(q, scale, window, sinks))
         elif isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
             out = mask.cache.attend(Query(q, scale, mask.window, sinks, mask.queries))
-        if out is None and is_implied:
-            mask = k.cache.make_mask(q.shape[2])
-    return mlx_attention(q, k, v, scale=scale, mask=mask, **kwargs) if out is None else out
+    if out is None and is_implied:
+        mask = k.cache.make_mask(q.shape[2])
+    if out is None:
+        out = mlx_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
+    return out
+
+
+def _require_known(mask: Any, unknown: dict[str, Any]) -> None:
+    """Raise UnknownAttentionError for a keyword or a mask's word that may change what a query sees:
+    a cache would answer as if neither were given."""
+    if unknown:
+        raise UnknownAttentionError(
+            f"scaled_dot_product_attention has the argument {next(iter(unknown))}: expected no "
+            "others than scale, mask, sinks and stream"
+        )
+    if isinstance(mask, str) and mask != "causal":
+        raise UnknownAttentionError(
+            f"scaled_dot_product_attention has the mask {mask!r}: expected 'causal', an array or "
+            "None"
+        )
 
 
 def _is_pair(k: KVHandle, v: mx.array) -> bool:

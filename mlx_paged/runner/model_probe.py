@@ -1,7 +1,6 @@
 """Trace a model once to find what its layers store and how its tokens may be batched."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -18,6 +17,7 @@ from mlx_paged.attention.sdpa_hook import (
     KVHandle,
     Query,
     RotaryHandle,
+    UnknownAttentionError,
     attention_hook,
 )
 from mlx_paged.kv.layer_groups import LayerPlace
@@ -171,8 +171,12 @@ def probe(model: nn.Module) -> ModelProfile:
     batching = Batching.MIXED if are_rows else Batching.ALTERNATE
     decode = None
     if name not in ONE_AT_A_TIME and not getattr(model, "one_at_a_time", False):
-        with suppress(ValueError, TypeError):  # a row cannot have a position and mask of its own
+        try:
             decode = _recorders(_trace(model, rows=TRACE_ROWS, length=1))
+        except UnsupportedModelError:
+            raise
+        except (ValueError, TypeError):  # a row cannot have a position and mask of its own
+            pass
     if decode is None:
         batching = Batching.SINGLE
     traces = list(zip(decode or chunk, chunk, strict=True))
@@ -219,8 +223,11 @@ def model_type(model: nn.Module) -> str:
 def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     """Build the graph of one forward on recording caches; return the caches."""
     caches = _recording_caches(model, rows)
-    with attention_hook():
-        logits = model(mx.zeros((rows, length), mx.int32), cache=caches)
+    try:
+        with attention_hook():
+            logits = model(mx.zeros((rows, length), mx.int32), cache=caches)
+    except UnknownAttentionError as error:
+        raise UnsupportedModelError(f"model type {model_type(model)} is refused: {error}") from None
     if not isinstance(logits, mx.array):
         raise UnsupportedModelError(
             f"model type {model_type(model)} is refused: it returns {type(logits).__name__}, not "

@@ -1,19 +1,28 @@
 """The attention hook: scoped, transparent, and safe when a model does something else with K/V."""
 
 import threading
+from contextlib import nullcontext
 
 import mlx.core as mx
+import mlx_lm
+import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
 
+from mlx_paged import Engine, patched_mlx_lm
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
     CausalMask,
     KVHandle,
     RotaryHandle,
+    UnknownAttentionError,
     attention_hook,
     mlx_attention,
     mlx_where,
 )
+from mlx_paged.runner.model_probe import UnsupportedModelError
+from tests.support.models.tiny_models import tiny_model
 from tests.support.ops.paged_cases import memory_limit
 
 
@@ -219,3 +228,78 @@ def test_contexts_may_overlap_in_threads():
     leave.set()
     thread.join()
     assert mx.fast.scaled_dot_product_attention is mlx_attention
+
+
+UNKNOWN = {
+    "a window": {"window": 4},
+    "no window": {"window_size": None},
+    "a softcap": {"softcap": 30.0},
+    "another word": {"mask": "full"},
+    "an empty word": {"mask": ""},
+    "a word beside sinks": {"mask": "sliding", "sinks": mx.zeros(2)},
+}
+
+
+@pytest.mark.parametrize("given", UNKNOWN.values(), ids=UNKNOWN)
+def test_what_the_hook_does_not_know_is_refused_as_mlx_refuses_it(given):
+    """MLX's next release may know more: the cache would still answer as if nothing were given."""
+    cache = FakeCache(answer=mx.array(7.0))
+    with pytest.raises((TypeError, ValueError)):
+        mlx_attention(*arrays(), scale=0.3, **given)
+    name = "mask" if "mask" in given else next(iter(given))
+    with attention_hook(), pytest.raises(UnknownAttentionError, match=name):
+        attention(*handles(cache), scale=0.3, **given)
+    assert cache.asked == []
+
+
+@pytest.mark.parametrize("given", UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("when", ["chunks", "decodes"])
+def test_a_model_that_asks_for_it_is_refused_before_a_request(monkeypatch, given, when):
+    def asking(q, k, v, cache, scale, mask, sinks=None):
+        is_asked = (q.shape[2] == 1) == (when == "decodes")
+        options = {"mask": mask} | (given if is_asked else {})
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, **options)
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", asking)
+    with pytest.raises(
+        UnsupportedModelError, match=r"llama is refused: .* has the (argument|mask)"
+    ):
+        Engine(tiny_model("llama"), num_blocks=16)
+
+
+@pytest.mark.parametrize("given", UNKNOWN.values(), ids=UNKNOWN)
+def test_mlx_lm_refuses_it_under_the_patch_too(monkeypatch, given):
+    def asking(q, k, v, cache, scale, mask, sinks=None):
+        options = {"mask": mask} | given
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, **options)
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", asking)
+    with patched_mlx_lm(), pytest.raises(ValueError, match=r"has the (argument|mask)"):
+        next(generate_step(mx.array([1, 2, 3]), tiny_model("llama")))
+
+
+KNOWN = {
+    "no mask": {"mask": None},
+    "a stream": {"stream": mx.cpu},
+    "no stream": {"stream": None, "sinks": None},
+    "causal": {"mask": "causal"},
+    "an array": {"mask": mx.full((30, 30), 0.5)},
+}
+
+
+@pytest.mark.parametrize("given", KNOWN.values(), ids=KNOWN)
+def test_other_calls_mean_what_they_mean_in_mlx(monkeypatch, given):
+    """Of a prompt of 30 tokens, which is one forward; without a mask its tokens see each other."""
+
+    def asking(q, k, v, cache, scale, mask, sinks=None):
+        options = {"mask": mask} | (given if q.shape[2] == 30 else {})
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, **options)
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", asking)
+    model = tiny_model("llama")
+    steps = []
+    for patch in (nullcontext, patched_mlx_lm):
+        with patch():
+            logits = model(mx.arange(30)[None], cache=mlx_lm.models.cache.make_prompt_cache(model))
+            steps.append(np.array(logits, np.float64))
+    np.testing.assert_allclose(steps[1], steps[0], atol=1e-5)
