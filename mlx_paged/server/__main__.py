@@ -10,12 +10,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from mlx_paged.arguments import missing
 from mlx_paged.cli import demo_model_path
-from mlx_paged.server import flags
+from mlx_paged.server import flags, sockets
+from mlx_paged.server.log_format import Formatter
 
 if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missing
     from mlx_paged.server.listener import Server
@@ -24,13 +24,11 @@ if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missi
 def main(argv: list[str] | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status: 0, or 2 after a mistake."""
     args = flags.parse(argv)
-    logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
+    _log_to_stderr(args.log_level)
     try:
         with serving(args) as server:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again
-            host, port = server.address
-            scheme = "https" if args.ssl_certfile else "http"
-            logging.info("serving %s on %s://%s:%s", args.model, scheme, host, port)
+            logging.info("serving %s on %s", args.model, server.url)
             server.run()
         return 0
     except KeyboardInterrupt:
@@ -41,6 +39,12 @@ def main(argv: list[str] | None = None) -> int:
         message = str(error)
     print(f"mlx_paged.server: error: {message}", file=sys.stderr)
     return 2
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(asctime)s - %(levelname)s - %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 @contextmanager
@@ -56,12 +60,12 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
     server = Server(args, models)
     try:
         models.start()
-        server.listener.listen(2048)
-        if args.api_key is None and not ip_address(server.address[0]).is_loopback:
+        server.listener.listen(sockets.BACKLOG)
+        if sockets.is_open_to_others(server.listener) and not args.api_keys:
             logging.warning("%s is open to others: consider --api-key", args.host)
         yield server
     finally:
-        server.listener.close()
+        sockets.close(server.listener, server.address)
         models.close()
 
 

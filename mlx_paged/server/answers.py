@@ -35,6 +35,7 @@ PATIENCE_S = 10.0  # for a prompt to be read: a comment begins the stream, and h
 COMMENT_EVERY_S = 1.0
 COMMENT = b": waiting for the first token\n\n"
 STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+STREAM |= {"x-accel-buffering": "no"}  # nginx sends each event on as it comes
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 import argparse
 import asyncio
-import hmac
+import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server import messages, request_body, responses
+from mlx_paged.server import keys, messages, request_body, responses
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
@@ -41,6 +41,9 @@ COUNT_TOKENS = messages.PATHS[1]
 
 TOLD = ("x-request-id", "request-id", "x-ignored-fields", "retry-after")
 """Headers of answers that clients read, also those in web pages of other origins."""
+
+HOST = re.compile(r"\[([^\[\]]*)\](:\d*)?|([^:]*)(:\d*)?")
+"""A `Host` header: an IPv6 address in brackets, or a name or an IPv4 address; and a port."""
 
 LENGTHS = "content-length", "transfer-encoding"
 
@@ -100,7 +103,7 @@ def _has_two_lengths(request: Request) -> bool:
 
 
 def _is_anthropics(request: Request) -> bool:
-    is_messages = request.url.path.startswith(messages.PATHS[0])
+    is_messages = request.scope["path"].startswith(messages.PATHS[0])
     return is_messages or "anthropic-version" in request.headers
 
 
@@ -109,7 +112,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         assert isinstance(error, Refusal)
         return _refusal(error, request)
-    response = _refusal(Refusal(error.status_code, f"{error.detail}: {request.url.path}"), request)
+    response = _refusal(
+        Refusal(error.status_code, f"{error.detail}: {request.scope['path']}"), request
+    )
     response.headers.update(error.headers or {})
     return response
 
@@ -132,23 +137,19 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
     """Middleware that refuses requests of others and counts all answers."""
     root = args.root_path.rstrip("/")
-    hosts = args.allowed_hosts or (LOOPBACK if args.host in LOOPBACK else ["*"])
+    is_local = args.host in LOOPBACK and args.uds is None
+    hosts = args.allowed_hosts or (LOOPBACK if is_local else ["*"])
+    names = {name.lower().strip("[]") for name in (*hosts, args.host)} - {""}
 
     def check(request: Request) -> None:
-        host = request.url.hostname
-        if "*" not in hosts and host not in (*hosts, args.host):
-            raise Refusal(421, f"Host is {host!r}: expected one of --allowed-hosts")
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        token = token.strip() if scheme.lower() == "bearer" else ""
-        given = (token.encode(), request.headers.get("x-api-key", token).encode())
-        is_open = args.api_key is None or request.url.path in OPEN
-        if not is_open and not any(hmac.compare_digest(k, args.api_key.encode()) for k in given):
-            raise Refusal(401, "no valid API key was given", "invalid_api_key")
+        if "*" not in names:
+            _check_host(request, names)
+        if args.api_keys:
+            _check_key(request, args.api_keys)
         if _has_two_lengths(request):
             raise Refusal(400, f"the request has {' and '.join(LENGTHS)}: expected one of them")
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if request.method == "POST" and kind != "application/json":
-            raise Refusal(415, f"Content-Type is {kind!r}: expected application/json")
+        if request.method == "POST":
+            _check_kind(request)
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
@@ -169,6 +170,37 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
     return logged(guarded)
 
 
+def _check_host(request: Request, names: Collection[str]) -> None:
+    """Refuse a request whose `Host` is none of the names. HTTP/1.0 needs no `Host`."""
+    host = request.headers.get("host")
+    if host is None:
+        return
+    found = HOST.fullmatch(host.lower())
+    if not found or (found[1] or found[3]) not in names:
+        raise Refusal(421, f"Host is {host!r:.80}: expected one of --allowed-hosts")
+
+
+def _check_key(request: Request, known: keys.Keys) -> None:
+    """Refuse a request without a key, unless its path needs none. The log shows the key's name."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    token = token.strip() if scheme.lower() == "bearer" else ""
+    name = keys.name_of(known, (token, request.headers.get("x-api-key", token)))
+    if name is None and request.scope["path"] not in OPEN:
+        raise Refusal(401, "no valid API key was given", "invalid_api_key")
+    if name:
+        record_of(request.scope).parts.append(f"key {name}")
+
+
+def _check_kind(request: Request) -> None:
+    """Refuse a body that is not JSON as it is."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, f"Content-Type is {kind!r:.80}: expected application/json")
+    coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
+    if coding not in ("", "identity"):
+        raise Refusal(415, f"Content-Encoding is {coding!r:.80}: expected a body without one")
+
+
 def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]:
     """The fields of a body as :func:`request_body.read` gives them, the body itself as `body`, and
     the names of fields that are ignored."""
@@ -179,21 +211,21 @@ def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]
 
 
 async def _complete(request: Request) -> Answer | Response:
-    arrived, state = time.monotonic(), request.app.state
+    arrived, state, url = time.monotonic(), request.app.state, request.scope["path"]
     args, models = state.args, state.models
     raw = await _body(request, args.max_request_bytes)
     threads = state.long_bodies if len(raw) > LONG_BODY else None
     run = asyncio.get_running_loop().run_in_executor
-    with refusing(APIS[request.url.path][0].names):
-        fields, unknown = await run(threads, _fields, raw, request.url.path, args.max_samples)
+    with refusing(APIS[url][0].names):
+        fields, unknown = await run(threads, _fields, raw, url, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
     if any(has_image(message.get("content")) for message in fields.get("messages", ())):
         threads = state.images
     path = await asyncio.to_thread(models.path, fields["model"])
-    answer = APIS[request.url.path][0](state, path, fields, arrived, threads)
+    answer = APIS[url][0](state, path, fields, arrived, threads)
     answer.ignore(unknown)
-    if request.url.path == COUNT_TOKENS:
+    if url == COUNT_TOKENS:
         return JSONResponse({"input_tokens": await count_tokens(answer)}, headers=answer.headers)
     return answer
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ from mlx_lm.utils import _parse_size
 
 from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
+from mlx_paged.server import keys
+from mlx_paged.server.keys import API_KEY_VARIABLE
 
-API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
@@ -59,7 +59,9 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "network": (
         ("--host", str, "127.0.0.1", "HOST", "address to listen on"),
         ("--port", PORT, 8080, "PORT", "port to listen on; 0 takes a free port"),
+        ("--uds", str, None, "PATH", "listen on a Unix socket instead of --host and --port"),
         ("--api-key", str, None, "KEY", f"that clients must send (default: ${API_KEY_VARIABLE})"),
+        ("--api-key-file", str, None, "FILE", "keys that clients may send: [NAME] KEY in a line"),
         ("--allowed-origins", _names, None, "ORIGINS", "web origins that may call, with commas"),
         ("--allowed-hosts", _names, None, "HOSTS", "names in Host headers (default: loopback's)"),
         ("--root-path", str, "", "PATH", "under which a proxy serves, with or without it in URLs"),
@@ -108,7 +110,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--ssl-certfile and --ssl-keyfile: expected both or none")
     if not isinstance(args.chat_template_args, dict):
         parser.error("--chat-template-args: expected a JSON object")
-    args.api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
+    try:
+        args.api_keys = keys.of_arguments(args)
+    except ValueError as error:
+        parser.error(str(error))
     return args
 
 

@@ -11,6 +11,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mlx_paged.server import sockets
 from mlx_paged.server.app import make_app
 from mlx_paged.server.models import Models
 
@@ -51,8 +52,9 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Has `address`, host and port, from its construction on; nobody listens there yet. Raises
-    ValueError if it cannot have it, OSError if a file of TLS cannot be read."""
+    """Has `address` from its construction on: host and port, or the path of a Unix socket. No
+    request is answered there yet. Raises ValueError if it cannot have it, OSError if a file of TLS
+    cannot be read."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.models = models
@@ -72,22 +74,13 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(args.drain_seconds) + FAREWELL_S,
             ssl_certfile=args.ssl_certfile,
             ssl_keyfile=args.ssl_keyfile,
+            loop="auto" if args.uds is None else "asyncio",  # uvloop takes sockets of ports only
         )
         config.load()
         super().__init__(config)
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        here = args.host, args.port
-        self.listener = socket.socket(family)
-        try:
-            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.listener.bind(here)
-        except OSError as error:
-            self.listener.close()
-            why = str(error.strerror).partition(" (while")[0]
-            expected = "an address of this machine and a free port; --port 0 takes one"
-            given = "--host {} --port {}".format(*here)
-            raise ValueError(f"{given}: {why}: expected {expected}") from error
-        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+        self.listener = sockets.bound(args)
+        self.address = sockets.address_of(self.listener)
+        self.url = sockets.url_of(self.listener, "https" if args.ssl_certfile else "http")
 
     def run(self, sockets: Any = None) -> None:
         """Answer requests until a signal comes or `should_exit` is set, then drain."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.server.log_format import printable
+
 GONE = 499  # as proxies write it: the client did not wait for its answer
 LONGEST_ID = 128
 
@@ -55,7 +57,7 @@ def logged(inner: ASGIApp) -> ASGIApp:
             record.status = 500
             raise
         finally:
-            reason = " ".join(record.reason.split())[:500]
+            reason = printable(" ".join(record.reason.split()))[:500]
             told = [reason] if reason else []
             told += [*record.parts, f"{time.monotonic() - begun:.3f} s", f"id {record.id}"]
             asked = scope["method"], scope["path"]

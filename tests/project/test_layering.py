@@ -62,7 +62,8 @@ NO_MLX = [
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("engine.waiting_calls", "sampling.grammar"),
     *("server.constraints", "server.fields", "server.messages", "server.request_body"),
-    *("server.images", "server.responses", "vision.images", "vision.sight"),
+    *("server.images", "server.keys", "server.log_format", "server.responses", "server.sockets"),
+    *("vision.images", "vision.sight"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

@@ -1,5 +1,6 @@
 """Bodies, connections, hosts and origins: what the server takes of HTTP."""
 
+import gzip
 import http.client
 import json
 import socket
@@ -53,6 +54,21 @@ def test_a_stream_comes_in_chunks_whose_end_a_client_sees(server):
     assert b"transfer-encoding: chunked" in answer.lower() and answer.endswith(b"\r\n0\r\n\r\n")
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+    ],
+)
+def test_nginx_is_told_to_send_events_as_they_come(server, path, field):
+    body = {"stream": True} | ({} if "input" in field else {"max_tokens": 1}) | field
+    status, headers, _ = exchange(server, "POST", path, json.dumps(body))
+    assert (status, headers["X-Accel-Buffering"]) == (200, "no")
+
+
 def test_one_connection_takes_several_requests(server):
     connection = http.client.HTTPConnection(*server.address, timeout=TIMEOUT)
     sockets = set()
@@ -71,6 +87,18 @@ def test_one_connection_takes_several_requests(server):
         ({"Host": "evil.example"}, 421),
         ({"Host": "localhost:99"}, 200),
         ({"Host": "[::1]:99"}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        *(
+            ({"Host": host}, 421)
+            for host in (
+                *("", ":80", "[]", "127.0.0.1@evil.com", "evil.com/x?", "localhost/", "localhost?"),
+                *("localhost#", "[::1", "::1", "[::1]x", "[localhost", "localhost:80:80", "a b"),
+                *("localhost, evil.com", "localhost:x", "evil.com@localhost", "localhost%00"),
+            )
+        ),
+        ({"Content-Encoding": "gzip"}, 415),
+        ({"Content-Encoding": "identity, br"}, 415),
+        ({"Content-Encoding": "Identity"}, 200),
         ({"Content-Type": "text/plain"}, 415),
         ({"Content-Type": ""}, 415),
         ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
@@ -83,8 +111,22 @@ def test_web_pages_cannot_drive_a_local_server(server, headers, status):
     assert "Access-Control-Allow-Origin" not in sent
 
 
+@pytest.mark.parametrize(("version", "status"), [("1.0", 200), ("1.1", 400)])
+def test_checks_of_health_without_a_host_are_answered(server, version, status):
+    """HAProxy sends them so, in HTTP/1.0."""
+    answer = raw_answer(server, f"GET /health HTTP/{version}\r\n\r\n".encode())
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_a_body_with_an_encoding_is_refused_by_name(server):
+    body = gzip.compress(BODY.encode())
+    headers = {"Content-Encoding": "gzip"}
+    _, _, content = exchange(server, "POST", "/v1/completions", body, headers)
+    assert "Content-Encoding is 'gzip'" in json.loads(content)["error"]["message"]
+
+
 def test_origins_and_hosts_may_be_allowed():
-    flags = ["--allowed-origins", "http://a,http://b", "--allowed-hosts", "example.com"]
+    flags = ["--allowed-origins", "http://a,http://b", "--allowed-hosts", "Example.com,"]
     with live(*flags, "--api-key", "secret") as server:
         asked = {"Access-Control-Request-Method": "POST"}
         for origin, status in (("http://b", 200), ("http://c", 400)):

@@ -1,12 +1,15 @@
 """Each request has an id and one line in the log."""
 
 import http.client
+import io
 import json
 import logging
 import re
+from urllib.parse import quote
 
 import pytest
 
+from mlx_paged.server.log_format import Formatter
 from tests.support import TIMEOUT
 from tests.support.commands.server_harness import (
     CODE,
@@ -101,3 +104,35 @@ def test_paths_may_have_the_root_of_a_proxy():
         assert post(server, BODY, "/other/v1/completions")[0] == 404
         assert post(server, BODY, "/llmv1/completions")[0] == 404
         assert exchange(server, "GET", "/llm/health")[0] == 200
+
+
+CONTROLS = "\x1b[31m\x07\x9b2J\r\n\x7f\u202e\u2028"
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_control_characters_of_a_path_are_escaped(server, caplog, method):
+    caplog.set_level(logging.INFO)
+    path = "/v1/models/" + quote(CONTROLS)
+    status, _, _ = exchange(server, method, path, b"{}" if method == "POST" else None)
+    assert status in (404, 405)
+    wait_until(lambda: any(text.startswith(method) for text in caplog.messages))
+    (line,) = [text for text in caplog.messages if text.startswith(method)]
+    assert line.isprintable() and line.count("\\x1b[31m") == 2
+
+
+def test_no_line_of_the_log_has_control_characters():
+    """Whatever a message or an error repeats; a traceback keeps its lines."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(Formatter("%(levelname)s - %(message)s"))
+    logger = logging.Logger("planted")
+    logger.addHandler(handler)
+    logger.info("a field %s, caf\xe9", CONTROLS)
+    try:
+        raise ValueError(CONTROLS)
+    except ValueError:
+        logger.exception("an answer failed")
+    first, failed, *traceback = stream.getvalue().removesuffix("\n").split("\n")
+    assert first.startswith("INFO - a field \\x1b[31m\\x07\\x9b2J\\r\\n") and "caf\xe9" in first
+    assert failed == "ERROR - an answer failed" and traceback[0].startswith("Traceback")
+    assert len(traceback) > 3 and all(line.isprintable() for line in (first, *traceback))

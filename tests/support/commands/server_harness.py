@@ -61,20 +61,27 @@ def written(prompt, max_tokens):
 
 
 @contextmanager
-def live(*flags):
-    """A server on a free port; its thread and its blocks are gone afterwards."""
-    args = server_flags.parse(["--port", "0", "--kv-memory", "0.05", *flags])
-    with serving(args) as server:
+def running(*flags):
+    """A server where the flags say; its thread is gone afterwards."""
+    with serving(server_flags.parse(["--kv-memory", "0.05", *flags])) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
             wait_until(lambda: server.started)
             yield server
             wait_until(lambda: not any(m.taken for m in server.models.loaded.values()))
-            wait_until(lambda: not metric(server, "mlx_paged_kv_blocks_in_use", args.api_key))
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def live(*flags):
+    """A server on a free port; its thread and its blocks are gone afterwards."""
+    with running("--port", "0", *flags) as server:
+        yield server
+        key = server.app.state.args.api_key
+        wait_until(lambda: not metric(server, "mlx_paged_kv_blocks_in_use", key))
 
 
 def only_model(server):
