@@ -23,7 +23,7 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Fault, Runner, SampledToken
+from mlx_paged.scheduler.step import Fault, Runner, SampledToken, StepResult
 
 
 class EngineCore:
@@ -63,6 +63,7 @@ class EngineCore:
         self._thread: int | None = None  # that called `step` last
         self.ready: list[TokenOutput] = []
         self.device_faults = 0
+        self._is_advancing = False
         self.grammars = Grammars(tokenizer, vocab_size)
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
@@ -273,15 +274,25 @@ class EngineCore:
     @exclusive
     def step(self) -> list[TokenOutput]:
         """Compute one step; return its tokens: of each request one, its right drafts, forced ones.
-        Ctrl-C takes effect after the step; the next call then returns the outputs."""
+        Outputs of a stream, or of a call that waits for its requests, go there instead. Ctrl-C
+        takes effect after the step; the next call then returns the outputs."""
         if not self.ready:
-            with deferred_interrupts():
-                # Only the thread that launches a step can know whether a GPU fails in it.
-                thread, self._thread = self._thread, threading.get_ident()
-                is_same = thread in (None, self._thread)
-                self._advance(ahead=self.lookahead and is_same and not self._beams)
+            self.compute()
         outputs, self.ready = self.ready, []
         return outputs
+
+    @exclusive
+    def compute(self) -> None:
+        """Compute one step; the next :meth:`step` returns its outputs."""
+        with deferred_interrupts():
+            # Only the thread that launches a step can know whether a GPU fails in it.
+            thread, self._thread = self._thread, threading.get_ident()
+            is_same = thread in (None, self._thread)
+            self._advance(ahead=self.lookahead and is_same and not self._beams)
+
+    def _deliver(self, output: TokenOutput) -> None:
+        """Let the next :meth:`step` return an output."""
+        self.ready.append(output)
 
     # Adding
 
@@ -315,8 +326,20 @@ class EngineCore:
                 self._advance(ahead=False)
 
     def _advance(self, ahead: bool) -> None:
-        self._recorder.begin()
-        result = self._pipeline.advance(ahead)
+        if self._is_advancing:
+            raise RuntimeError(
+                "[Engine] a sampler or a logits processor asks for a step: expected none within a "
+                "step"
+            )
+        self._is_advancing = True
+        try:
+            self._recorder.begin()
+            self._take(self._pipeline.advance(ahead))
+        finally:
+            self._is_advancing = False
+
+    def _take(self, result: StepResult) -> None:
+        """Append the tokens of a step, and recover from its fault."""
         try:
             if result.step and result.step.prompt_tokens:  # a first token comes with the last one
                 self._note_first_tokens(result.choices)
@@ -361,7 +384,7 @@ class EngineCore:
             return self._fail(request, error)
         if reason is not None:
             output = replace(output, completion=self._finish(request, reason))
-        self.ready.append(output)
+        self._deliver(output)
 
     def _recover(self, fault: Fault) -> None:
         self.stats.faults += 1
@@ -379,7 +402,7 @@ class EngineCore:
         self._end(request, FinishReason.ERROR)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        self.ready.append(TokenOutput.last(self._finish(request, reason)))
+        self._deliver(TokenOutput.last(self._finish(request, reason)))
 
     def _finish(self, request: Request, reason: FinishReason) -> Completion:
         search = self._beams.get(request.id)

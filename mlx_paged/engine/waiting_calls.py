@@ -3,6 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_paged.arguments import is_whole, require, shown
@@ -15,29 +16,53 @@ from mlx_paged.sampling_params import SamplingParams
 OnOutput = Callable[[TokenOutput], None]
 
 
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What a waiting call, or the reader of a stream, gets of the requests that it added.
+
+    Attributes:
+        outputs: that it has not read yet.
+        completions: by request id, of requests that have ended.
+    """
+
+    outputs: deque[TokenOutput] = field(default_factory=deque)
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+
 class WaitingCalls(EngineCore):
-    """Adds requests and steps the engine until they have ended, or reads token by token."""
+    """Adds requests and steps the engine until they have ended, or reads token by token.
+
+    Whichever call computes a step, each output goes to the call or the stream that added its
+    request. :meth:`step` returns the outputs of all other requests.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._streams: dict[int, deque[TokenOutput]] = {}
-        self._awaited: dict[int, Completion | None] = {}
+        self._streams: dict[int, _Stream] = {}  # by request id
         self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
 
-    def step(self) -> list[TokenOutput]:
+    def compute(self) -> None:
         if self._dropped:
             self._abort_dropped()
-        outputs = super().step()
-        for output in outputs:
-            if output.request_id in self._streams:
-                self._streams[output.request_id].append(output)
-        return outputs
+        super().compute()
+
+    def is_open(self, request_id: int) -> bool:
+        stream = self._streams.get(request_id)
+        unread = () if stream is None else stream.outputs
+        return super().is_open(request_id) or any(o.request_id == request_id for o in unread)
 
     def abort(self, request_id: int) -> Completion | None:
         completion = super().abort(request_id)
-        if completion is not None and request_id in self._awaited:
-            self._awaited[request_id] = completion
+        if completion is not None and request_id in self._streams:
+            self._streams[request_id].completions[request_id] = completion
         return completion
+
+    def _deliver(self, output: TokenOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            super()._deliver(output)
+        else:
+            stream.outputs.append(output)
 
     def generate(
         self,
@@ -140,52 +165,49 @@ class WaitingCalls(EngineCore):
 
     @exclusive
     def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
-        """Add requests and wait for all of them; :meth:`step` returns the outputs of others."""
+        """Add requests and wait for all of them."""
         is_callable = on_output is None or callable(on_output)
         require(is_callable, "generate", "on_output", on_output, "a callable or None")
         ids: list[int] = []
-        unread: list[TokenOutput] = []
+        stream = _Stream()
         try:
             for batch in added:
                 ids += batch
-                self._awaited |= dict.fromkeys(batch)
-            while any(self._awaited[request_id] is None for request_id in ids):
-                for output in self.step():
-                    if output.request_id not in self._awaited:
-                        if output.request_id not in self._streams:
-                            unread.append(output)
-                        continue
-                    if output.completion is not None:
-                        self._awaited[output.request_id] = output.completion
-                    if on_output is not None:
-                        on_output(output)
-            return [self._awaited[request_id] for request_id in ids]  # type: ignore[misc]
+                self._streams |= dict.fromkeys(batch, stream)
+            while stream.outputs or len(stream.completions) < len(ids):
+                if not stream.outputs:
+                    self.compute()
+                    continue
+                output = stream.outputs.popleft()
+                if output.completion is not None:
+                    stream.completions[output.request_id] = output.completion
+                if on_output is not None:
+                    on_output(output)
+            return [stream.completions[request_id] for request_id in ids]
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
             raise
         finally:
-            self.ready = [o for o in unread + self.ready if o.request_id not in self._awaited]
             for request_id in ids:
-                del self._awaited[request_id]
+                self._streams.pop(request_id, None)
             self._abort_dropped()
 
     def _stream_outputs(self, request_id: int) -> Generator[Any]:
         """First None, when the stream is ready; then the outputs of the request."""
-        outputs = self._streams[request_id] = deque()
+        stream = self._streams[request_id] = _Stream()
         try:
             yield
             while True:
-                while outputs:
-                    output = outputs.popleft()
+                while stream.outputs:
+                    output = stream.outputs.popleft()
                     yield output
                     if output.completion is not None:
                         return
-                if not self.is_open(request_id):  # aborted by another caller
+                if stream.completions:  # aborted by another caller
                     return
-                self.step()
+                self.compute()
         finally:
-            del self._streams[request_id]
             self._dropped.append(request_id)
             # The garbage collector may run this inside any other call, in any thread. Then the
             # next step aborts the request.
@@ -195,4 +217,6 @@ class WaitingCalls(EngineCore):
     @exclusive
     def _abort_dropped(self) -> None:
         while self._dropped:
-            self.abort(self._dropped.popleft())
+            request_id = self._dropped.popleft()
+            self.abort(request_id)
+            self._streams.pop(request_id, None)
