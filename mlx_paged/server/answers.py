@@ -23,7 +23,8 @@ from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import TokenOutput
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.server import prompts, thinking
-from mlx_paged.server.choices import CompletionChoice, Delta
+from mlx_paged.server.choices import CompletionChoice
+from mlx_paged.server.deltas import Delta
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt

@@ -1,7 +1,7 @@
 """One choice of an answer: splits its text into content, reasoning and tool calls."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -11,27 +11,11 @@ from mlx_lm.server import ToolCallFormatter
 from mlx_paged.engine.text import StopStrings
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
+from mlx_paged.server.deltas import Delta, Placed
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal
-
-
-@dataclass(slots=True)
-class Delta:
-    """The part of a choice that some tokens add."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in the API's form
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # one per token if they are wanted
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
-
-    def add(self, other: "Delta") -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True)
@@ -76,6 +60,7 @@ class CompletionChoice:
         self._tool_text: str | None = None  # of a call that has begun
         self._num_calls = 0
         self._offsets = TextOffsets(prompt.text, len(prompt.text))
+        self._placed = Placed()
         self._starts: list[int] = []  # of tokens that _text_logprobs has not told yet
 
     @property
@@ -115,7 +100,9 @@ class CompletionChoice:
 
     def add(self, output: TokenOutput) -> Delta:
         """Add a token. Returns the text and the tool calls that are complete now."""
-        delta, self._echo = Delta(self._echo), ""
+        delta = Delta()
+        delta.write("text", self._echo)
+        self._echo = ""
         if self._fields["max_tokens"] == 0 and output.token is not None and output.completion:
             ended = replace(output.completion, finish_reason=FinishReason.LENGTH)
             output = TokenOutput.last(ended)  # without the token, which the engine needs to end
@@ -132,13 +119,15 @@ class CompletionChoice:
             if self._tool_text is not None:
                 self._end_call(delta, "")
             if not self.is_cut:
-                delta.text += self._stop.rest()
+                delta.write("text", self._stop.rest())
         if self._fields["logprobs"] and output.token is not None:
             described = self._described(output.token, output.logprob, output.top_logprobs)
             delta.logprobs.append(described)
             if "messages" not in self._fields:
                 self._offsets.text += output.text
                 self._starts.append(self._offsets.of(described["token"], output.text))
+            is_last = output.completion is not None or self.is_cut
+            self._placed.place(delta, delta.logprobs, is_last)
         return delta
 
     def entry(self, delta: Delta) -> dict[str, Any]:
@@ -238,17 +227,19 @@ class CompletionChoice:
         for state, text in segments:
             if self.is_cut:
                 return
+            if state in ("tool", "reasoning"):  # a stop string does not go on behind it
+                delta.write("text", self._stop.rest())
             if state == "tool":
                 self._tool_text = (self._tool_text or "") + text
                 continue
             if self._tool_text is not None:
                 self._end_call(delta, self._tokenizer.tool_call_end)
             if state == "reasoning":
-                delta.reasoning += text
+                delta.write("reasoning", text)
             elif self.num_tokens <= self._fields["min_tokens"]:
-                delta.text += text
+                delta.write("text", text)
             else:
-                delta.text += self._stop.feed(text)
+                delta.write("text", self._stop.feed(text))
                 self.is_cut = self.is_cut or self._stop.stopped
 
     def _end_call(self, delta: Delta, end: str | None) -> None:
@@ -262,12 +253,12 @@ class CompletionChoice:
             calls = []
         if not calls:
             start = self._tokenizer.tool_call_start or ""
-            delta.text += f"{self._stop.rest()}{start}{text}{end or ''}"
+            delta.write("text", f"{self._stop.rest()}{start}{text}{end or ''}")
             return
         calls = calls[: 1 - self._num_calls] if self._one_call else calls
         for call in calls:
             if "index" in call:  # of a stream
                 call["index"] = self._num_calls
             self._num_calls += 1
-        delta.tool_calls += calls
+            delta.call(call)
         self.is_cut = self._one_call

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_paged.server import messages, prompts, responses
 from mlx_paged.server.answers import Answer
-from mlx_paged.server.choices import Delta
+from mlx_paged.server.deltas import Delta
 from mlx_paged.server.request_body import Refusal, refusing
 
 
@@ -25,8 +25,7 @@ class MessageAnswer(Answer):
         return own | {"model": self.fields["model"]}
 
     def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
-        delta = whole[0]
-        content = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
+        content = messages.Blocks.of(whole[0])
         return self.head | {"content": content} | self._end() | {"usage": self._usage()}
 
     async def _events(self) -> AsyncGenerator[bytes]:
@@ -37,7 +36,7 @@ class MessageAnswer(Answer):
                     is_begun, none = True, {"stop_reason": None, "stop_sequence": None}
                     begun = self.head | {"content": [], "usage": self._usage()} | none
                     yield messages.event({"type": "message_start", "message": begun})
-                parts = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
+                parts = messages.Blocks.of(delta)
                 yield b"".join(blocks.events(parts))
         yield b"".join(blocks.end())
         end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
@@ -88,7 +87,7 @@ class ResponseAnswer(Answer):
         return b"".join(self.items.fail(error))
 
     def _new(self, delta: Delta) -> Iterator[bytes]:
-        return self.items.add(delta.text, delta.reasoning, delta.tool_calls, delta.logprobs)
+        return self.items.add(delta)
 
     def _end(self) -> Iterator[bytes]:
         (choice,) = self.choices

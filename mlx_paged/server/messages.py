@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mlx_paged.server.constraints import require
+from mlx_paged.server.deltas import Delta, Part
 from mlx_paged.server.fields import OWN, Fields
 from mlx_paged.server.images import as_data_url, joined
 from mlx_paged.server.request_body import ContextExceeded, Refusal
@@ -204,18 +205,9 @@ class Blocks:
         self._kind: str | None = None  # of the block that is open
 
     @staticmethod
-    def of(text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The blocks of a piece of an answer, or of all of it."""
-        blocks: list[dict[str, Any]] = []
-        if reasoning:
-            blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-        if text:
-            blocks.append({"type": "text", "text": text})
-        for call in tool_calls:
-            function = call["function"]
-            own = {"name": function["name"], "input": json.loads(function["arguments"])}
-            blocks.append({"type": "tool_use", "id": call["id"]} | own)
-        return blocks
+    def of(delta: Delta) -> list[dict[str, Any]]:
+        """The blocks of a piece of an answer, or of all of it, in their order."""
+        return [_block(part) for part in delta.parts if part.text or part.call]
 
     def events(self, blocks: list[dict[str, Any]]) -> Iterator[bytes]:
         """The events of new pieces of blocks."""
@@ -241,6 +233,17 @@ class Blocks:
 
     def _event(self, kind: str, **content: Any) -> bytes:
         return event({"type": kind, "index": self._index} | content)
+
+
+def _block(part: Part) -> dict[str, Any]:
+    """The content block of a part of an answer."""
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    function = part.call["function"]
+    own = {"name": function["name"], "input": json.loads(function["arguments"])}
+    return {"type": "tool_use", "id": part.call["id"]} | own
 
 
 def event(content: dict[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from mlx_paged.server.constraints import require, require_json
+from mlx_paged.server.deltas import Delta
 from mlx_paged.server.fields import OWN, Fields
 from mlx_paged.server.images import Part, image_part
 from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
@@ -172,27 +173,24 @@ class Items:
             yield self._event("created", response=self.response)
             yield self._event("in_progress", response=self.response)
 
-    def add(
-        self,
-        text: str,
-        reasoning: str,
-        tool_calls: list[dict[str, Any]],
-        logprobs: list[dict[str, Any]],
-    ) -> Iterator[bytes]:
+    def add(self, delta: Delta) -> Iterator[bytes]:
         """The events of a piece of an answer, or of all of it."""
         yield from self.begin()
-        if reasoning:
-            yield from self._part("reasoning", reasoning, [])
-        if text or logprobs:
-            yield from self._part("message", text, logprobs)
-        for call in tool_calls:
-            yield from self._close()
-            function = call["function"]
-            named = {"call_id": call["id"], "name": function["name"]}
-            yield self._start("function_call", "fc", named | {"arguments": ""})
-            yield self._at("function_call_arguments.delta", delta=function["arguments"])
-            self._open["arguments"] = function["arguments"]
-            yield self._at("function_call_arguments.done", **function)
+        for part in delta.parts:
+            if part.kind == "tool_call":
+                yield from self._call(part.call)
+            else:
+                kind = "message" if part.kind == "text" else part.kind
+                yield from self._part(kind, part.text, part.logprobs)
+
+    def _call(self, call: Fields) -> Iterator[bytes]:
+        yield from self._close()
+        function = call["function"]
+        named = {"call_id": call["id"], "name": function["name"]}
+        yield self._start("function_call", "fc", named | {"arguments": ""})
+        yield self._at("function_call_arguments.delta", delta=function["arguments"])
+        self._open["arguments"] = function["arguments"]
+        yield self._at("function_call_arguments.done", **function)
 
     def end(self, is_whole: bool, usage: dict[str, Any]) -> Iterator[bytes]:
         """The events after all others."""

@@ -206,6 +206,27 @@ def test_tools_are_called_through_the_client(server, claude, choice, streams):
     validate(block.input, SCHEMA)
 
 
+def test_a_whole_message_has_the_order_of_its_stream(server, claude):
+    """What is cut off after a call is text behind it."""
+    options = {"model": MODEL, "messages": USER, "tools": CLAUDE_TOOLS}
+    options["tool_choice"] = {"type": "any"}
+    found = 0
+    with tool_format(server, json_tools):
+        for seed in range(6):
+            options |= {"max_tokens": 40 + 4 * seed}
+            options["extra_body"] = {"seed": seed, "temperature": 1}
+            whole = claude.messages.create(**options)
+            with claude.messages.stream(**options) as stream:
+                streamed = stream.get_final_message()
+            blocks, told = (
+                [block.to_dict() | {"id": ""} for block in message.content]
+                for message in (whole, streamed)
+            )
+            assert blocks == told
+            found += [block["type"] for block in blocks][-2:] == ["tool_use", "text"]
+    assert found > 1
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -149,6 +149,57 @@ def test_functions_are_called(server, create, choice, streams):
         validate(json.loads(item.arguments), SCHEMA)
 
 
+LATER = TextStateMachine(
+    {
+        "normal": [("<tool_call>", "tool"), ("# ", "reasoning")],
+        "reasoning": [("\n", "normal")],
+        "tool": [("</tool_call>", "normal")],
+    }
+)
+"""Text may follow a call, and a thought a text."""
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_whole_answer_has_the_order_of_its_stream(server, create, logprobs, monkeypatch):
+    """What is cut off after a call is text, and is what is incomplete."""
+    found = 0
+    options = {"tools": TOOLS, "tool_choice": "required", "temperature": 1}
+    if logprobs:
+        options["include"] = ["message.output_text.logprobs"]
+    with tool_format(server, json_tools):
+        monkeypatch.setattr(only_model(server), "machines", {True: LATER})
+        for seed in range(6):
+            options["max_output_tokens"] = 40 + 4 * seed
+            options["extra_body"] = {"seed": seed}
+            whole = create(**options)
+            streamed = events_of(create(**options, stream=True))[-1].response
+            output = plain(whole.to_dict())["output"]
+            assert output == plain(streamed.to_dict())["output"]
+            kinds = [item["type"] for item in output]
+            assert all(item["content"][0]["text"] for item in output if "content" in item)
+            if kinds[-2:] == ["function_call", "message"]:
+                found += 1
+                statuses = [item["status"] for item in output]
+                assert statuses == ["completed"] * (len(kinds) - 1) + ["incomplete"]
+                assert bool(output[-1]["content"][0]["logprobs"]) == logprobs
+    assert found > 1
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_log_probabilities_of_thoughts_make_no_messages(server, create, monkeypatch, streams):
+    monkeypatch.setattr(only_model(server), "machines", {False: COMMENTS, True: COMMENTS})
+    options = {"input": "def g # why\n", "max_output_tokens": 120}
+    answer = create(**options, include=["message.output_text.logprobs"], stream=streams)
+    answer = events_of(answer)[-1].response if streams else answer
+    bare = create(**options)
+    assert [item.type for item in answer.output] == [item.type for item in bare.output]
+    texts = [item.content[0] for item in answer.output if item.type == "message"]
+    assert "reasoning" in {item.type for item in answer.output} and texts
+    for text in texts:
+        made = "".join(entry.token for entry in text.logprobs)
+        assert text.text.strip() in made
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_reasoning_is_an_item_of_its_own_and_comes_back_sealed(
     server, create, monkeypatch, streams

@@ -8,7 +8,8 @@ from mlx_lm.generate import TextStateMachine
 
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
-from mlx_paged.server.choices import CompletionChoice, Delta
+from mlx_paged.server.choices import CompletionChoice
+from mlx_paged.server.deltas import Delta
 from mlx_paged.server.prompts import Prompt
 
 MACHINE = TextStateMachine(
@@ -34,6 +35,7 @@ def read(text, width, state="normal", reason=FinishReason.STOP, **options):
         tool_parser=lambda text, tools: json.loads(text),
         tool_call_start="<tool>",
         tool_call_end="</tool>",
+        decode=lambda tokens: f"<{tokens[0]}>",
     )
     model = SimpleNamespace(tokenizer=tokenizer, machines={True: MACHINE})
     fields = {"messages": [], "tools": [{}], "stream": True, "stop": [], "min_tokens": 0}
@@ -44,7 +46,7 @@ def read(text, width, state="normal", reason=FinishReason.STOP, **options):
     for i, piece in enumerate(pieces):
         assert choice.finish_reason is None
         last = ended(reason) if i == len(pieces) - 1 else None
-        whole.add(choice.add(TokenOutput(0, 1, piece, 0.0, completion=last)))
+        whole.add(choice.add(TokenOutput(0, i, piece, 0.0, completion=last)))
     return whole, choice.finish_reason
 
 
@@ -53,6 +55,56 @@ def calls_of(delta):
         (c["index"], c["function"]["name"], json.loads(c["function"]["arguments"]))
         for c in delta.tool_calls
     ]
+
+
+def parts_of(delta):
+    """Kind and text of each part; of a call the name of its function."""
+    return [(p.kind, p.call["function"]["name"] if p.call else p.text) for p in delta.parts]
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 1000])
+@pytest.mark.parametrize("stop", [[], ["xy"], ["b <"]])
+def test_parts_keep_their_order(width, stop):
+    """Also text that was held back because a stop string might begin there."""
+    f, g = call("f", 1), call("g", 2)
+    text = f"ax<tool>{f}</tool>b <think>cx</think>x<think>d</think><tool>{g}</tool>ex"
+    assert parts_of(read(text, width, stop=stop)[0]) == [
+        *(("text", "ax"), ("tool_call", "f"), ("text", "b "), ("reasoning", "cx"), ("text", "x")),
+        *(("reasoning", "d"), ("tool_call", "g"), ("text", "ex")),
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 7])
+def test_a_text_has_the_log_probabilities_of_its_tokens(width):
+    """A thought and a call have none. Each token counts once, in the order of the tokens."""
+    text = f"<think>Hm.</think>{'ab' * 8}<tool>{call('f', 1)}</tool>{'cd' * 8}"
+    delta, _ = read(text, width, logprobs=True)
+    assert [entry["id"] for entry in delta.logprobs] == [*range(-(-len(text) // width))]
+    found = []
+    for part in delta.parts:
+        assert bool(part.logprobs) == (part.kind == "text")
+        ids = [entry["id"] for entry in part.logprobs]
+        found += ids
+        if part.kind == "text":
+            start, end = (text.index(part.text) + shift for shift in (0, len(part.text) - 1))
+            assert {*range(-(-start // width), end // width + 1)} <= {*ids}
+    assert found == sorted(set(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "count"),
+    [
+        ("abc", {}, 3),  # as many tokens as characters
+        ("abcENDe", {"stop": ["END"]}, 6),
+        ("a EN", {"stop": ["END"]}, 4),
+        ("ab<thi", {}, 6),
+        ("ab<tool>no JSON</tool>", {}, 22),
+    ],
+)
+def test_the_end_of_a_text_has_log_probabilities_too(text, options, count):
+    delta, _ = read(text, 1, logprobs=True, **options)
+    (part,) = delta.parts
+    assert [entry["id"] for entry in part.logprobs] == [*range(count)]
 
 
 @pytest.mark.parametrize("width", [1, 3, 1000])
@@ -104,11 +156,13 @@ def test_a_stop_string_counts_in_the_text_only(width):
     assert (delta.reasoning, delta.text) == ("END", "so a ")
     assert calls_of(delta) == [(0, "END", {"a": 1})] and reason == "tool_calls"
     assert read("a EN", width, stop=["END"])[0].text == "a EN"
-    assert read("a END b", width, stop=["END"]) == (Delta("a "), "stop")
+    delta, reason = read("a END b", width, stop=["END"])
+    assert (parts_of(delta), reason) == ([("text", "a ")], "stop")
 
 
 def test_a_stop_string_counts_after_so_many_tokens():
-    assert read("END a END b", 4, stop=["END"], min_tokens=1) == (Delta("END a "), "stop")
+    delta, reason = read("END a END b", 4, stop=["END"], min_tokens=1)
+    assert (parts_of(delta), reason) == ([("text", "END a ")], "stop")
 
 
 @pytest.mark.parametrize("width", [1, 1000])
