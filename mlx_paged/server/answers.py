@@ -1,7 +1,6 @@
 """Answers requests for completions: as one JSON object, or as server-sent events."""
 
 import asyncio
-import json
 import logging
 import time
 import uuid
@@ -15,7 +14,6 @@ from urllib.parse import quote
 
 from mlx_lm.server import get_system_fingerprint
 from starlette.datastructures import State
-from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
@@ -26,6 +24,7 @@ from mlx_paged.server import prompts, thinking
 from mlx_paged.server.choices import CompletionChoice
 from mlx_paged.server.deltas import Delta
 from mlx_paged.server.fields import Fields
+from mlx_paged.server.json_text import JsonAnswer, written
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal, refusing
@@ -122,8 +121,12 @@ class Answer:
         async with aclosing(self._pieces()) as pieces:
             async for choice, delta in pieces:
                 whole.setdefault(choice.index, Delta()).add(delta)
-        answer = await asyncio.to_thread(self._answer, whole)  # it may describe a long prompt
-        await JSONResponse(answer, headers=self.headers)(scope, receive, send)
+
+        def make() -> JsonAnswer:
+            return JsonAnswer(self._answer(whole), headers=self.headers)
+
+        answer = await asyncio.to_thread(make)  # it may describe a long prompt
+        await answer(scope, receive, send)
 
     def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
         """The answer of all choices, whose parts `whole` has."""
@@ -170,14 +173,14 @@ class Answer:
 
     async def _events(self) -> AsyncGenerator[bytes]:
         """The events of a stream; empty ones for tokens that add nothing."""
-        begin, options = json.dumps(self.head)[:-1], self.fields["stream_options"]
+        begin, options = written(self.head)[:-1], self.fields["stream_options"]
         async with aclosing(self._pieces()) as pieces:
             async for choice, delta in pieces:
                 part: dict[str, Any] = {"choices": [choice.entry(delta)]}
                 if options.get("continuous_usage_stats"):
                     part["usage"] = self._usage()
                 is_part = delta or choice.completion is not None
-                yield f"data: {begin}, {json.dumps(part)[1:]}\n\n".encode() if is_part else b""
+                yield f"data: {begin}, {written(part)[1:]}\n\n".encode() if is_part else b""
         if options.get("include_usage"):
             yield _event(self.head | {"choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"
@@ -280,7 +283,7 @@ class Answer:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content)}\n\n".encode()
+    return f"data: {written(content)}\n\n".encode()
 
 
 async def _until_gone(receive: Receive) -> None:

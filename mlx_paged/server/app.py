@@ -17,14 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server import keys, messages, request_body, responses
+from mlx_paged.server import json_text, keys, messages, request_body, responses
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
+from mlx_paged.server.json_text import JsonAnswer
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
 from mlx_paged.server.request_body import Refusal, refusing
@@ -69,7 +70,7 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
             Route("/status", _status),
             Route("/", _page),
         ],
-        exception_handlers={kind: _refuse for kind in (Refusal, HTTPException)},
+        exception_handlers={kind: _refuse for kind in (Refusal, HTTPException, Exception)},
         lifespan=_lifespan,
     )
     app.router.redirect_slashes = False
@@ -94,7 +95,7 @@ def _refusal(error: Refusal, request: Request) -> Response:
         headers["Connection"] = "close"
     record_of(request.scope).reason = str(error)
     content = messages.error_json(error) if _is_anthropics(request) else error.as_json()
-    return JSONResponse(content, error.status, headers)
+    return JsonAnswer(content, error.status, headers)
 
 
 def _has_two_lengths(request: Request) -> bool:
@@ -108,10 +109,12 @@ def _is_anthropics(request: Request) -> bool:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answers an error that an endpoint or Starlette's router raises."""
-    if not isinstance(error, HTTPException):
-        assert isinstance(error, Refusal)
+    """Answers an error that an endpoint or Starlette's router raises. Starlette raises others than
+    theirs again, so that the log has them."""
+    if isinstance(error, Refusal):
         return _refusal(error, request)
+    if not isinstance(error, HTTPException):
+        return _refusal(Refusal(500, "the server failed"), request)
     response = _refusal(
         Refusal(error.status_code, f"{error.detail}: {request.scope['path']}"), request
     )
@@ -204,7 +207,7 @@ def _check_kind(request: Request) -> None:
 def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]:
     """The fields of a body as :func:`request_body.read` gives them, the body itself as `body`, and
     the names of fields that are ignored."""
-    body, (_, as_chat) = request_body.parse(raw), APIS[path]
+    body, (_, as_chat) = json_text.parse(raw), APIS[path]
     chat = as_chat(body) if as_chat else body
     fields, unknown = request_body.read(chat, as_chat is not None, max_samples)
     return fields | {"body": body}, unknown
@@ -226,7 +229,7 @@ async def _complete(request: Request) -> Answer | Response:
     answer = APIS[url][0](state, path, fields, arrived, threads)
     answer.ignore(unknown)
     if url == COUNT_TOKENS:
-        return JSONResponse({"input_tokens": await count_tokens(answer)}, headers=answer.headers)
+        return JsonAnswer({"input_tokens": await count_tokens(answer)}, headers=answer.headers)
     return answer
 
 
@@ -259,17 +262,17 @@ async def _list_models(request: Request) -> Response:
 
     if name is not None:
         await asyncio.to_thread(state.models.path, name)  # raises a Refusal
-        return JSONResponse(entry(name))
+        return JsonAnswer(entry(name))
     listed = await asyncio.to_thread(state.models.listed)
     ends = {"has_more": False, "first_id": listed[0], "last_id": listed[-1]}
     others = ends if is_anthropics else {"object": "list"}
-    return JSONResponse({"data": [entry(each) for each in listed]} | others)
+    return JsonAnswer({"data": [entry(each) for each in listed]} | others)
 
 
 async def _health(request: Request) -> Response:
     is_healthy = request.app.state.models.is_healthy
     status = "ok" if is_healthy else "unavailable"
-    return JSONResponse({"status": status}, 200 if is_healthy else 503)
+    return JsonAnswer({"status": status}, 200 if is_healthy else 503)
 
 
 async def _metrics(request: Request) -> Response:
@@ -285,7 +288,7 @@ async def _status(request: Request) -> Response:
 
     with suppress(RuntimeError):  # an engine has stopped
         uptime = time.time() - request.app.state.created
-        return JSONResponse({"uptime_s": uptime, "models": await asyncio.to_thread(read)})
+        return JsonAnswer({"uptime_s": uptime, "models": await asyncio.to_thread(read)})
     raise Refusal(503, "the engine has stopped")
 
 

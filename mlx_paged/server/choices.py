@@ -1,5 +1,7 @@
 """One choice of an answer: splits its text into content, reasoning and tool calls."""
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -13,9 +15,13 @@ from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.server.deltas import Delta, Placed
 from mlx_paged.server.fields import Fields
+from mlx_paged.server.json_text import can_be_written
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal
+
+UNLIKELY = -9999.0
+"""What OpenAI's API tells as the log-probability of a token that has none."""
 
 
 @dataclass(slots=True)
@@ -184,7 +190,11 @@ class CompletionChoice:
                 ranked = [(*pair, rank) for rank, pair in enumerate(known.top[:count], 1)]
                 found.append(
                     {
-                        each: {"logprob": logprob, "rank": rank, "decoded_token": self._text(each)}
+                        each: {
+                            "logprob": _told(logprob),
+                            "rank": rank,
+                            "decoded_token": self._text(each),
+                        }
                         for each, logprob, rank in [(token, known.logprob, known.rank), *ranked]
                     }
                 )
@@ -217,7 +227,7 @@ class CompletionChoice:
         """The log-probability entry of a token."""
         pairs = [(token, logprob), *top]
         own, *others = (
-            {"id": each, "token": text, "logprob": value, "bytes": [*text.encode()]}
+            {"id": each, "token": text, "logprob": _told(value), "bytes": [*text.encode()]}
             for each, value in pairs
             for text in [self._text(each)]
         )
@@ -247,7 +257,7 @@ class CompletionChoice:
         text, self._tool_text = self._tool_text, None
         try:
             calls = self._parse([text])
-            if any(not isinstance(call["function"].get("name"), str) for call in calls):
+            if not all(map(_is_call, calls)):
                 calls = []
         except Exception:  # a parser can raise anything
             calls = []
@@ -262,3 +272,15 @@ class CompletionChoice:
             self._num_calls += 1
             delta.call(call)
         self.is_cut = self._one_call
+
+
+def _told(logprob: float | None) -> float | None:
+    """A log-probability as JSON can have it."""
+    return logprob if logprob is None or math.isfinite(logprob) else UNLIKELY
+
+
+def _is_call(call: dict[str, Any]) -> bool:
+    """Whether a call that a parser has found has a name, and nothing in it but proper JSON."""
+    function = call["function"]
+    is_named = isinstance(function.get("name"), str)
+    return is_named and can_be_written(call) and can_be_written(json.loads(function["arguments"]))

@@ -67,7 +67,9 @@ CONSTRAINTS = {"response_format", "structured_outputs", *(f"guided_{k}" for k in
 """Fields that :func:`constraints.of_fields` reads."""
 
 RANGES = {"seed": (-(2**63), 2**64 - 1), "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2)}
-"""OpenAI's ranges of fields that :data:`SAMPLING` has, and what mlx-lm takes as a seed."""
+RANGES["repetition_penalty"] = (0, 100)
+"""OpenAI's ranges of fields that :data:`SAMPLING` has, what mlx-lm takes as a seed, and a penalty
+that keeps logits within float32."""
 
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
@@ -112,14 +114,22 @@ BOTH: dict[str, Rule] = {
         lambda value: bool(value) if isinstance(value, str) else is_list(str, value) and all(value),
         "a non-empty string or a list of them",
     ),
-    "stop_token_ids": ([], lambda value: is_list(int, value), "a list of token ids"),
-    "priority": (0, lambda value: type(value) is int, "an integer"),
+    "stop_token_ids": (
+        [],
+        lambda value: is_list(int, value) and all(0 <= each < 2**31 for each in value),
+        "a list of token ids",
+    ),
+    "priority": (
+        0,
+        lambda value: type(value) is int and abs(value) < 2**31,
+        "an integer above -2147483648 and below 2147483648",
+    ),
     "cache_salt": ("", *_TEXT),
     "logit_bias": ({}, *_OBJECT),
     "logprobs": (
         False,
-        lambda value: is_count(value) or isinstance(value, bool),
-        "true or a count",
+        lambda value: isinstance(value, bool) or (is_count(value) and value <= 20),
+        "true, false or a count from 0 to 20",
     ),
     "top_logprobs": (0, *_FEW),
 }

@@ -8,6 +8,7 @@ from mlx_paged.server.constraints import require
 from mlx_paged.server.deltas import Delta, Part
 from mlx_paged.server.fields import OWN, Fields
 from mlx_paged.server.images import as_data_url, joined
+from mlx_paged.server.json_text import written
 from mlx_paged.server.request_body import ContextExceeded, Refusal
 from mlx_paged.vision.images import has_image
 
@@ -183,7 +184,7 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
             require(isinstance(answers, str), f"{name}.tool_use_id", "the id of a call", answers)
             yield {"role": "tool", "tool_call_id": answers, "content": result}
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+            function = {"name": block.get("name"), "arguments": written(block.get("input"))}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             thoughts["reasoning_content"] = str(block.get("thinking"))
@@ -214,7 +215,7 @@ class Blocks:
         for block in blocks:
             kind = block["type"]
             if kind == "tool_use":
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                delta = {"type": "input_json_delta", "partial_json": written(block["input"])}
                 first: dict[str, Any] = block | {"input": {}}
             else:
                 delta = {"type": f"{kind}_delta", kind: block[kind]}
@@ -248,4 +249,4 @@ def _block(part: Part) -> dict[str, Any]:
 
 def event(content: dict[str, Any]) -> bytes:
     """A server-sent event with the name of its type."""
-    return f"event: {content['type']}\ndata: {json.dumps(content)}\n\n".encode()
+    return f"event: {content['type']}\ndata: {written(content)}\n\n".encode()

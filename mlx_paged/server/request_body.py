@@ -1,6 +1,5 @@
 """Checks the body of a request: each known field is obeyed or refused. Does not import mlx."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from mlx_paged.server.fields import (
     named_tool,
 )
 from mlx_paged.server.images import image_part
+from mlx_paged.server.json_text import check_fields
 from mlx_paged.vision.images import is_image, parts_of
 
 
@@ -103,17 +103,9 @@ LIKENESS = 0.86
 """Of a name in a message that is taken for a misspelt one of KEYS: that of "contents", but not that
 of "context"."""
 LONGEST = 24  # characters of such a name
-
-
-def parse(raw: bytes) -> Fields:
-    """The JSON object that a body is. Raises ValueError if it is none."""
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # bad UTF-8 raises a ValueError
-        raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ValueError("the body is not a JSON object")
-    return body
+LONGEST_NAME = 80  # characters of an unknown field's name that are told
+LEAST_PENALTY = 0.01  # divides logits, which would leave the range of float32
+MAX_BIASES = 1 << 16  # entries of `logit_bias`, whose keys become integers
 
 
 def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
@@ -124,6 +116,7 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
     lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` whether entries
     are wanted, `best_of` how many are generated. Fields of SAMPLING have no default. Raises
     ValueError, which names the field, if one cannot be obeyed."""
+    check_fields(body)
     rules = BOTH | (CHAT if is_chat else TEXT)
     fields, unknown = {name: default for name, (default, *_) in rules.items()}, []
     for name, value in body.items():
@@ -137,7 +130,7 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
         if name in rules or name in SAMPLING:
             fields[name] = value
         elif name not in ONLY and value not in ASIDE.get(name, ()):
-            unknown.append(name)
+            unknown.append(name[:LONGEST_NAME])
     fields["constrained_by"], fields["constraint"] = constraints.of_fields(body)
     _adapt(fields, max_samples)
     return fields, sorted(unknown)
@@ -157,10 +150,10 @@ def _adapt(fields: Fields, max_samples: int) -> None:
         value = fields.get(name, 0)
         is_number = isinstance(value, int | float)  # SamplingParams refuses other things
         require(not is_number or low <= value <= high, name, f"from {low} to {high}", value)
-    try:
-        fields["logit_bias"] = {int(key): float(x) for key, x in fields["logit_bias"].items()}
-    except (ValueError, TypeError, OverflowError):
-        raise ValueError("logit_bias: expected numbers by token id") from None
+    penalty = fields.get("repetition_penalty", 0)
+    is_tiny = isinstance(penalty, int | float) and 0 < penalty < LEAST_PENALTY
+    require(not is_tiny, "repetition_penalty", f"0, or {LEAST_PENALTY} or more", penalty)
+    fields["logit_bias"] = _biases(fields["logit_bias"])
     if not isinstance(fields["logprobs"], bool):  # the number in requests for texts
         fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
     fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0
@@ -182,6 +175,17 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     fields["prompt"] = prompts = [prompt] if is_one else prompt
     is_valid = prompts and (is_list(str, prompts) or all(is_list(int, item) for item in prompts))
     require(is_valid, "prompt", "text or token ids, or a list of texts or of token ids", prompt)
+
+
+def _biases(given: Fields) -> dict[int, float]:
+    """The numbers of `logit_bias` by token id."""
+    require(len(given) <= MAX_BIASES, "logit_bias", f"at most {MAX_BIASES} token ids", len(given))
+    is_id = all(key.isascii() and key.isdecimal() and len(key) <= 10 for key in given)
+    is_number = all(type(value) in (int, float) for value in given.values())
+    require(is_id and is_number, "logit_bias", "numbers by token id", given)
+    is_small = all(-100 <= value <= 100 for value in given.values())
+    require(is_small, "logit_bias", "numbers from -100 to 100", given)
+    return {int(key): float(value) for key, value in given.items()}
 
 
 def _adapt_tools(fields: Fields) -> None:

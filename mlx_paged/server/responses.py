@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.deltas import Delta
-from mlx_paged.server.fields import OWN, Fields
+from mlx_paged.server.fields import OWN, Fields, is_list
 from mlx_paged.server.images import Part, image_part
 from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
 from mlx_paged.server.request_body import Refusal
@@ -49,7 +49,9 @@ def as_chat(body: Fields) -> Fields:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = _text(body.get("instructions"), "instructions")
     chat["messages"] = folded(instructions, _turns(objects(items, "input")))
-    for part in body.get("include") or ():
+    included = body.get("include") or []
+    require(is_list(str, included), "include", "a list of texts", included)
+    for part in included:
         if part == "message.output_text.logprobs":
             chat["logprobs"] = True
         elif part != "reasoning.encrypted_content":
@@ -140,7 +142,7 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             expected = "messages, reasoning, function_call or function_call_output"
             require(kind == "message", f"{name}.type", expected, kind)
             roles = {"user": "user", "system": "system", "developer": "system"}
-            require(role in roles, f"{name}.role", f"assistant, {', '.join(roles)}", role)
+            require(str(role) in roles, f"{name}.role", f"assistant, {', '.join(roles)}", role)
             content, name = item.get("content"), f"{name}.content"
             if role == "user" and has_image(content):
                 content = [_seen(part, name) for part in content]

@@ -44,7 +44,10 @@ BAD_BODIES = {
     "n": ({"prompt": "a", "n": 0}, "n: expected an integer >= 1"),
     "many": ({"prompt": "a", "n": 17}, "n: expected an integer from 1 to 16"),
     "temperature": ({"prompt": "a", "temperature": -1}, "temperature is -1: expected"),
-    "hot": (b'{"prompt": "a", "temperature": Infinity}', "temperature is inf: expected"),
+    "hot": (
+        b'{"prompt": "a", "temperature": Infinity}',
+        "temperature: expected finite numbers, got inf",
+    ),
     "max_tokens": ({"prompt": "a", "max_tokens": "7"}, "max_tokens: expected an integer"),
     "stop": ({"prompt": "a", "stop": [7]}, "stop: expected"),
     "logit_bias": (
@@ -77,7 +80,7 @@ BAD_BODIES = {
         "messages[0].content: expected text",
     ),
     "no text": ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content: expected"),
-    "half a character": ({"prompt": "\ud800"}, "no prompt can be made of the request"),
+    "half a character": ({"prompt": "\ud800"}, "prompt: expected text without half a character"),
 }
 
 
