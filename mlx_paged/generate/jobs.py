@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.server import process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
 from mlx_paged.outputs import Completion, likeliest
@@ -199,8 +200,7 @@ def _encode(
     try:
         process_message_content([m for m in messages if not has_image(m.get("content"))])
         messages = in_parts(messages) if only_parts else messages
-        options |= {"tokenize": False} | (args.chat_template_config or {})
-        text = tokenizer.apply_chat_template(messages, **options)
+        text = rendered(tokenizer, messages, **options | (args.chat_template_config or {}))
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     if eyes and images:

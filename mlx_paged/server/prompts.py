@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx_lm.server import convert_chat, process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.rendering import rendered
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
@@ -161,10 +162,7 @@ def _render(
     model: Model, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
     messages = in_parts(messages) if model.abilities.only_parts else messages
-    options = options | {"tokenize": False, "tools": tools or None}
-    text = model.tokenizer.apply_chat_template(messages, **options)
-    assert isinstance(text, str)
-    return text
+    return rendered(model.tokenizer, messages, **options | {"tools": tools or None})
 
 
 def _first_state(tokenizer: TokenizerWrapper, tokens: list[int]) -> str:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+from mlx_paged.chat.rendering import reserved_names
 from mlx_paged.server import constraints
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import (
@@ -157,6 +158,7 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     if not isinstance(fields["logprobs"], bool):  # the number in requests for texts
         fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
     fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0
+    _check_template_args(fields.get("chat_template_kwargs", {}))
     _adapt_tools(fields)
     is_free = not fields["constraint"] or not fields["min_tokens"]
     require(is_free, "min_tokens", "nothing beside a grammar", fields["min_tokens"])
@@ -186,6 +188,14 @@ def _biases(given: Fields) -> dict[int, float]:
     is_small = all(-100 <= value <= 100 for value in given.values())
     require(is_small, "logit_bias", "numbers from -100 to 100", given)
     return {int(key): float(value) for key, value in given.items()}
+
+
+def _check_template_args(given: Fields) -> None:
+    """Raise ValueError if arguments of the chat template are arguments of its rendering."""
+    for name in sorted(reserved_names().intersection(given)):
+        is_field = name in ("tools", "add_generation_prompt", "continue_final_message")
+        expected = f"the request's field {name}" if is_field else "only arguments of the template"
+        require(False, f"chat_template_kwargs.{name}", expected, given[name])
 
 
 def _adapt_tools(fields: Fields) -> None:

@@ -7,6 +7,7 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.rendering import rendered
 from mlx_paged.outputs import describe
 from mlx_paged.vision.images import knows_only_parts
 
@@ -55,7 +56,7 @@ def tried(tokenizer: TokenizerWrapper) -> Abilities:
 
 def _render(tokenizer: TokenizerWrapper, *turns: dict[str, Any], **options: Any) -> str:
     copies = [dict(turn) for turn in turns]
-    return str(tokenizer.apply_chat_template(copies, tokenize=False, **options))
+    return rendered(tokenizer, copies, **options)
 
 
 def _reacts(tokenizer: TokenizerWrapper, name: str, *values: Any) -> bool:

@@ -15,8 +15,8 @@ PACKAGE = Path(mlx_paged.__file__).parent
 
 REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
 MAY_IMPORT = {
-    "server": {"engine", "vision", "runner", "metrics", "kv", "cli", *REQUESTS},
-    "generate": {"engine", "vision", "runner", "metrics", "cli", *REQUESTS},
+    "server": {"chat", "engine", "vision", "runner", "metrics", "kv", "cli", *REQUESTS},
+    "generate": {"chat", "engine", "vision", "runner", "metrics", "cli", *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
@@ -35,7 +35,8 @@ MAY_IMPORT = {
             *REQUESTS,
         )
     },
-    "vision": {"runner"},
+    "vision": {"chat", "runner"},
+    "chat": set[str](),
     "cli": {"vision", "kv", "ops", "runner", "scheduler"},
     "__main__": {"cli"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
@@ -54,7 +55,7 @@ MAY_IMPORT = {
 """A room (folder or module of the package) and the rooms that it may import."""
 
 NO_MLX = [
-    *(f"{room}.*" for room in ("scheduler", "metrics")),
+    *(f"{room}.*" for room in ("scheduler", "metrics", "chat")),
     *("arguments", "outputs", "request", "sampling_params"),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
