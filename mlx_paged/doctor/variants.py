@@ -150,8 +150,9 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
 
 
 def normal(rng: np.random.Generator, *sizes: int) -> Array:
-    """Random numbers, float32."""
-    return rng.standard_normal(sizes, np.float32)
+    """Random numbers, float32. None is subnormal in float16: a GPU could take it for zero."""
+    numbers = rng.standard_normal(sizes, np.float32)
+    return np.copysign(np.maximum(abs(numbers), np.finfo(np.float16).smallest_normal), numbers)
 
 
 Sizes = tuple[int, int, int, int]
