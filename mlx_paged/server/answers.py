@@ -194,6 +194,7 @@ class Answer:
         count = fields["best_of"] * len(fields.get("prompt", [0]))
         async with self.state.models.use(self.path, count) as model, AsyncExitStack() as stack:
             self.ignore(thinking.template_args(model, fields)[1])
+            self.ignore(prompts.without_effect(model, fields))
             source = self.names.get(fields["constrained_by"], fields["constrained_by"])
             with refusing({**self.names, **dict.fromkeys(GRAMMARS, source)}):
                 run = asyncio.get_running_loop().run_in_executor
@@ -202,7 +203,7 @@ class Answer:
                 stack.enter_context(model.holding(sum(s.nbytes for s in sights if s is not None)))
                 for each in params:
                     if each.constraint is not None:  # in one thread: others keep theirs
-                        await run(self.state.compiles, model.service.compile, each)
+                        await run(self.state.compiles, self._compile, model, each)
                 tickets = await asyncio.to_thread(self._submit, model, params)
             self.submitted.set()
             self.choices = [
@@ -240,6 +241,17 @@ class Answer:
         fields, args = self.fields, self.state.args
         self.prompts = prompts.encode(model, fields, args.chat_template_args)
         return [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
+
+    def _compile(self, model: Model, params: SamplingParams) -> None:
+        """Compile a grammar. If that of "a call or an answer" is wrong, find which of both is."""
+        try:
+            model.service.compile(params)
+        except ValueError:
+            if prompts.may_answer_or_call(self.fields):
+                model.service.compile(SamplingParams(**self.fields["constraint"]))
+                with refusing(dict.fromkeys(GRAMMARS, "tools")):
+                    raise
+            raise
 
     def _submit(self, model: Model, params: list[SamplingParams]) -> list[Ticket]:
         fields = self.fields

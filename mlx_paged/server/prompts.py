@@ -108,10 +108,23 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
     )
 
 
+def may_answer_or_call(fields: Fields) -> bool:
+    """Whether a request wants a call of a tool, or else a text that follows something."""
+    return bool(fields["constraint"] and fields.get("tools") and not fields["must_call"])
+
+
+def without_effect(model: Model, fields: Fields) -> list[str]:
+    """The names of fields that the model cannot obey beside others."""
+    can_call = constraints.leaves_calls(model.tokenizer, fields["constraint"])
+    return ["tools"] if may_answer_or_call(fields) and not can_call else []
+
+
 def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Options:
     found: constraints.Options = fields["constraint"]
     if fields["must_call"]:
         found = constraints.of_tools(model.tokenizer, fields["tools"], fields["tool_name"])
+    elif may_answer_or_call(fields) and not without_effect(model, fields):
+        found = constraints.or_calls(model.tokenizer, found, fields["tools"])
     is_late = bool(found) and prompt.state == "reasoning"
     return constraints.after_reasoning(model.tokenizer, found) if is_late else found
 

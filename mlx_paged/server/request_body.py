@@ -210,8 +210,8 @@ def _adapt_tools(fields: Fields) -> None:
     fields["must_call"] = must_call = choice not in ("auto", "none")
     fields["constrained_by"] = "tools" if must_call else fields["constrained_by"]
     require(not must_call or fields["tools"], "tool_choice", "auto without tools", choice)
-    is_one = not (must_call and (fields["constraint"] or fields["min_tokens"]))
-    require(is_one, "tool_choice", "auto beside a grammar or min_tokens", choice)
+    is_free = not must_call or not fields["min_tokens"]
+    require(is_free, "tool_choice", "auto beside min_tokens", choice)
 
 
 def _check_messages(messages: list[Fields], roles: set[str]) -> None:

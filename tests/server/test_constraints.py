@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from mlx_lm.tool_parsers import json_tools
+from mlx_lm.tool_parsers import json_tools, longcat, mistral, pythonic
 
 from mlx_paged.cli import load_model
-from mlx_paged.server.constraints import after_reasoning, of_tools
+from mlx_paged.server.constraints import after_reasoning, leaves_calls, of_tools, or_calls
 
 SCHEMA = {"enum": ["a b", {"k": [1, "}"]}]}
 JSON_TEXTS = ['"a b"', '{"k": [1, "}"]}']
@@ -74,24 +74,80 @@ def test_what_cannot_follow_reasoning_is_refused(tokenizer, end, options):
         after_reasoning(mark(tokenizer, end), options)
 
 
-@pytest.mark.parametrize("reasons", [False, True])
-def test_calls_are_in_the_models_format(tokenizer, reasons):
-    named = SimpleNamespace(
-        tool_parser=json_tools.parse_tool_call,
-        tool_call_start=json_tools.tool_call_start,
+TOOLS = [{"function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+
+
+def of_format(tokenizer, module):
+    """The attributes of mlx-lm's tokenizer about calls of tools."""
+    end = module.tool_call_end
+    return SimpleNamespace(
+        tool_parser=module.parse_tool_call,
+        tool_call_start=module.tool_call_start,
         tool_call_start_tokens=None,
-        tool_call_end=json_tools.tool_call_end,
-        tool_call_end_tokens=tuple(tokenizer.encode("</tool_call>")),
+        tool_call_end=end,
+        tool_call_end_tokens=tuple(tokenizer.encode(end, add_special_tokens=False)),
     )
-    tools = [{"function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
-    options, before = of_tools(named, tools, None), ""
+
+
+def called(module, *names, arguments='"a b"'):
+    """The text of calls in a format."""
+    objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name in names]
+    start, end = module.tool_call_start, module.tool_call_end
+    if module is mistral:
+        return f"{start}[{', '.join(objects)}]{end}"
+    return "\n".join(f"{start}\n{each}\n{end}" for each in objects)
+
+
+@pytest.mark.parametrize("reasons", [False, True])
+@pytest.mark.parametrize("module", [json_tools, longcat, mistral], ids=lambda m: m.__name__)
+def test_calls_are_in_the_models_format(tokenizer, module, reasons):
+    options, before = of_tools(of_format(tokenizer, module), TOOLS, None), ""
     if reasons:
         options, before = after_reasoning(mark(tokenizer, "</t>"), options), "Hm.</t>\n\n"
-
-    def call(name, arguments='"a b"'):
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-    for text in (call("g"), call("g") + "\n" + call("f", JSON_TEXTS[1])):
+    for text in (called(module, "g"), called(module, "g", "f", "g", arguments=JSON_TEXTS[1])):
         assert accepts(tokenizer, options["grammar"], before + text)
-    for text in ("", call("g")[:-1], call("h"), call("g", "2"), call("g") + "so"):
+    good = called(module, "g")
+    for text in (
+        "",
+        good[:-1],
+        called(module, "h"),
+        called(module, "g", arguments="2"),
+        f"{good}s",
+    ):
         assert not accepts(tokenizer, options["grammar"], before + text)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("end", [None, "<|end|>", "</t>", "</think>"])
+@pytest.mark.parametrize(("options", "right", "wrong"), OTHERS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize("module", [json_tools, longcat, mistral], ids=lambda m: m.__name__)
+def test_a_call_or_an_answer(tokenizer, module, options, right, wrong, end):
+    model = of_format(tokenizer, module)
+    assert leaves_calls(model, options)
+    options, before = or_calls(model, options, TOOLS), ""
+    if end is not None:
+        options, before = after_reasoning(mark(tokenizer, end), options), f"Hm {{{end}\n"
+    grammar = options["grammar"]
+    calls = [called(module, "f"), called(module, "g", "f")]
+    for text in (*right, *calls):
+        assert accepts(tokenizer, grammar, before + text)
+    mixed = [calls[0] + right[0], right[0] + calls[0], "so " + calls[0], "so " + right[0]]
+    for text in (*wrong, *mixed, "", calls[0][:-1], called(module, "h")):
+        assert not accepts(tokenizer, grammar, before + text)
+
+
+def test_a_schema_that_begins_as_a_call_does(tokenizer):
+    """The calls of mistral have a list, too."""
+    schema = {"type": "array", "items": {"type": "integer"}}
+    model = of_format(tokenizer, mistral)
+    grammar = or_calls(model, {"json_schema": schema}, TOOLS)["grammar"]
+    for text in ("[1, 2]", "[]", called(mistral, "f")):
+        assert accepts(tokenizer, grammar, text)
+    assert not accepts(tokenizer, grammar, "[TOOL")
+
+
+@pytest.mark.parametrize(
+    ("module", "options"), [(pythonic, {"json_schema": SCHEMA}), (json_tools, {"regex": "a"})]
+)
+def test_what_leaves_no_calls(tokenizer, module, options):
+    assert not leaves_calls(of_format(tokenizer, module), options)
