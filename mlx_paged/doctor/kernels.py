@@ -10,10 +10,10 @@ from mlx_paged import ops
 from mlx_paged.doctor import float64
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings, message
+from mlx_paged.doctor.flags import KINDS
 from mlx_paged.doctor.variants import (
     DTYPES,
     FAINT,
-    KINDS,
     QUICK_STEP,
     Variant,
     all_variants,

@@ -23,7 +23,7 @@ from mlx_paged.attention.sdpa_hook import (
 from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates, empty_like
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows

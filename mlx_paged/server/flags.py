@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.utils import _parse_size
-
 from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
 from mlx_paged.server import keys
@@ -21,6 +19,8 @@ def _names(text: str) -> list[str]:
 
 def _size(text: str) -> int:
     """An argument type: a number of bytes."""
+    from mlx_lm.utils import _parse_size  # slow to import, and seldom needed
+
     try:
         return int(_parse_size(text))
     except (KeyError, ArithmeticError):
@@ -130,7 +130,9 @@ def make_parser() -> Parser:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    options = cli.engine_options(args)
+    from mlx_paged import loading  # it loads mlx, which help does not need
+
+    options = loading.engine_options(args)
     if args.kv_memory is None:
         options["kv_memory"] = args.prompt_cache_bytes
     if args.prompt_cache_size == 0:

@@ -19,10 +19,11 @@ from huggingface_hub import scan_cache_dir, snapshot_download
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.cli import NUM_DRAFTS, load_with_config
+from mlx_paged.cli import NUM_DRAFTS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
+from mlx_paged.loading import load_with_config
 from mlx_paged.outputs import describe
 from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.server.flags import engine_options

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.doctor import __main__ as doctor
 from mlx_paged.doctor import apart, float64, kernels
+from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.variants import (
     BLOCK_SIZES,
@@ -376,7 +376,7 @@ class TestWrongKernels:
     def test_the_json_of_an_infinite_error_is_valid(self, monkeypatch, tmp_path):
         monkeypatch.setattr(ops, "write_kv", lambda k, v, k_cache, v_cache, _: (k_cache, v_cache))
         path = tmp_path / "report.json"
-        assert doctor.main(["--only", WRITE.name, "--json", str(path)]) == 1
+        assert main(["--only", WRITE.name, "--json", str(path)]) == 1
         report = json.loads(path.read_text(), parse_constant=pytest.fail)
         assert "error inf" in report["checks"]["kernels"]["failures"][0]
 
@@ -458,9 +458,9 @@ class TestWrongKernels:
         assert found.num_wrong == 1
 
     def test_the_command_of_a_failure_repeats_it(self, monkeypatch, capsys):
-        assert doctor.main(["--only", DECODE.name]) == 0
+        assert main(["--only", DECODE.name]) == 0
         assert "1 of 1 variants run" in capsys.readouterr().out
         right = ops.paged_attention
         monkeypatch.setattr(ops, "paged_attention", lambda *a, **o: -right(*a, **o))
-        assert doctor.main(["--only", DECODE.name]) == 1
+        assert main(["--only", DECODE.name]) == 1
         assert f"FAILED: {DECODE.name}: error 2, tolerance 0.00049" in capsys.readouterr().out

@@ -13,7 +13,8 @@ from typing import Any
 import mlx_lm
 import pytest
 
-from mlx_paged.generate import __main__ as generate
+from mlx_paged.generate import command as generate
+from mlx_paged.generate.__main__ import main
 from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (
     CLASS,
@@ -268,7 +269,7 @@ def test_the_pool_is_as_large_as_the_prompts_need(demo, monkeypatch, tmp_path):
     """This is the size without --kv-memory."""
     path = tmp_path / "stats.json"
     monkeypatch.setattr(generate, "load_model", lambda *args: demo)
-    generate.main(["-p", FUNCTION, "-p", LONG, "-m", "9", "--stats-json", str(path)])
+    main(["-p", FUNCTION, "-p", LONG, "-m", "9", "--stats-json", str(path)])
     stats = json.loads(path.read_text())
     needed = stats["prompt_tokens"] + 2 * 9
     assert needed <= stats["num_blocks"] * 16 <= needed + 5 * 16

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.generate import __main__ as generate
+from mlx_paged.generate import command as generate
 from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (
     CLASS,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlx_paged import cli as model_loader
+from mlx_paged import loading as model_loader
 from mlx_paged.cli import demo_model_path
 from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (

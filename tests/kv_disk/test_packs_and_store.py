@@ -375,7 +375,14 @@ def test_the_command_lists_verifies_and_trims(tmp_path, capsys):
 def run_main(*arguments: str) -> int:
     """The command in a thread of its own, which may wait for the disk."""
     status: list[int] = []
-    thread = threading.Thread(target=lambda: status.append(main(arguments)))
+
+    def run() -> None:
+        try:
+            status.append(main(arguments))
+        except SystemExit as exit:
+            status.append(int(exit.code or 0))
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     return status[0]

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from mlx_lm.tool_parsers import json_tools, longcat, mistral, pythonic
 
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from mlx_paged.server.constraints import after_reasoning, leaves_calls, of_tools, or_calls
 
 SCHEMA = {"enum": ["a b", {"k": [1, "}"]}]}

@@ -10,7 +10,7 @@ from functools import lru_cache
 from mlx_lm import stream_generate
 from openai import OpenAI
 
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
 from mlx_paged.server.models import _machine
