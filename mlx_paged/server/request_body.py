@@ -25,7 +25,7 @@ from mlx_paged.server.fields import (
     is_list,
     named_tool,
 )
-from mlx_paged.server.images import image_part
+from mlx_paged.server.images import image_part, joined
 from mlx_paged.server.json_text import check_fields
 from mlx_paged.vision.images import is_image, parts_of
 
@@ -224,6 +224,8 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
             require(not is_near, f"{name}.{key}", f"a known name, such as {', '.join(KEYS)}", key)
         if role == "developer":  # OpenAI's newer name, which few templates know
             message["role"] = "system"
+        if role == "assistant":
+            _tell_refusal(message, name)
         has_content = "content" in message or role == "assistant"
         require(has_content, f"{name}.content", "text", "nothing")
         parts = parts_of(message.get("content"))
@@ -242,6 +244,21 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
         for j, call in enumerate(calls):
             function = _function(call, f"{name}.tool_calls[{j}]")
             require_json(function.get("arguments"), f"{name}.tool_calls[{j}].function.arguments")
+
+
+def _tell_refusal(message: Fields, name: str) -> None:
+    """What an assistant has refused becomes text of its message, which templates know."""
+    content, refusal = message.get("content"), message.pop("refusal", None)
+    require(isinstance(refusal, str | None), f"{name}.refusal", "a text", refusal)
+    if isinstance(content, list):
+        message["content"] = content = [
+            {"type": "text", "text": part.get("refusal")}
+            if isinstance(part, dict) and part.get("type") == "refusal"
+            else part
+            for part in content
+        ]
+    if refusal:
+        message["content"] = joined(content, refusal) if content else refusal
 
 
 @lru_cache(1000)
