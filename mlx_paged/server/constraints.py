@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mlx_paged.server import call_grammars
-from mlx_paged.server.call_grammars import json_rule, literal
+from mlx_paged.formats.format import Format, Function
+from mlx_paged.formats.grammar import json_rule
+from mlx_paged.formats.marks import quoted
 
 Options = Mapping[str, Any]
 NOTHING: Options = MappingProxyType({})
@@ -74,7 +75,7 @@ KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice"
 """Fields of `structured_outputs`, and of a body behind "guided_"; the options that obey them."""
 
 
-def of_tools(tokenizer: Any, tools: list[dict[str, Any]], name: str | None) -> Options:
+def of_tools(form: Format, tools: list[dict[str, Any]], name: str | None) -> Options:
     """A grammar of one or more calls in the model's own format: of the tool `name`, or of any.
 
     Raises:
@@ -84,28 +85,28 @@ def of_tools(tokenizer: Any, tools: list[dict[str, Any]], name: str | None) -> O
     called = [f for f in functions if name in (None, f.get("name"))]
     if not called or any(not isinstance(f.get("name"), str) for f in called):
         raise ValueError(f"tool_choice: expected one of the tools, got {name or 'required'!r}")
-    make = call_grammars.of_model(tokenizer)
-    if make is None:
+    each = [Function(f["name"], f.get("parameters")) for f in called]
+    rules = form.rules(each, name is None)
+    if rules is None:
         raise ValueError(
             f"tool_choice: expected auto or none, for no grammar is known of this model's format "
-            f"of tool calls ({call_grammars.format_of(tokenizer)}); known are "
-            f"{', '.join(call_grammars.FORMATS)}"
+            f"of tool calls ({form.name or 'none'})"
         )
-    return {"grammar": make(tokenizer, called, name is None)}
+    return {"grammar": "\n".join(["start: calls", *rules])}
 
 
-def leaves_calls(tokenizer: Any, options: Options) -> bool:
+def leaves_calls(form: Format, options: Options) -> bool:
     """Whether :func:`or_calls` knows a grammar: of the model's calls, and around these options."""
-    return "regex" not in options and call_grammars.of_model(tokenizer) is not None
+    return "regex" not in options and form.rules([Function("f", None)], True) is not None
 
 
-def or_calls(tokenizer: Any, options: Options, tools: list[dict[str, Any]]) -> Options:
+def or_calls(form: Format, options: Options, tools: list[dict[str, Any]]) -> Options:
     """A grammar of one or more calls of tools, or else of a text that follows `options`.
 
     Raises:
         ValueError: no grammar of this model's format is known.
     """
-    calls = of_tools(tokenizer, tools, None)
+    calls = of_tools(form, tools, None)
     rules = "start: calls | answer", f"calls: {_nested(calls)}", f"answer: {_nested(options)}"
     return {"grammar": "\n".join(rules)}
 
@@ -118,20 +119,20 @@ def _nested(options: Options) -> str:
     return f"%lark {{\n{options['grammar']}\n}}"
 
 
-def after_reasoning(tokenizer: Any, options: Options) -> Options:
+def after_reasoning(form: Format, options: Options) -> Options:
     """The same options for a text that begins in reasoning, which they do not concern.
 
     Raises:
         ValueError: it is a regular expression, which cannot be nested, or the reasoning has no end.
     """
-    end, tokens = tokenizer.think_end, tokenizer.think_end_tokens
-    if "regex" in options or not end:
+    if "regex" in options or form.thoughts is None:
         raise ValueError(
             f"{next(iter(options))}: expected a prompt that does not end in reasoning; "
             "many chat templates take enable_thinking: false in chat_template_kwargs"
         )
-    if set(tokenizer.get_added_vocab().values()).isdisjoint(tokens):  # its tokens are plain text
-        thought = f"thought[suffix={json.dumps(end)}]: /(.|\\n)*/"
+    end = form.thoughts.end
+    if form.marks.plain(end) == end:  # its tokens are plain text
+        thought = f"thought[suffix={quoted(end)}]: /(.|\\n)*/"
     else:
-        thought = f"thought: /(.|\\n)*/ {literal(end, tokens)}"
+        thought = f"thought: /(.|\\n)*/ {form.marks.lark(end)}"
     return {"grammar": f"start: thought /\\s{{0,4}}/ {_nested(options)}\n{thought}"}

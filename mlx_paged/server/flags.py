@@ -7,9 +7,13 @@ from typing import Any
 
 from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
+from mlx_paged.formats.registry import FORMATS
+from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.server import keys
 from mlx_paged.server.keys import API_KEY_VARIABLE
 
+FORMAT_NAMES = [form.name for form in FORMATS]
+STYLE_NAMES = [*STYLES, NONE]
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
@@ -55,6 +59,8 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--chat-template", _template, "", "TEMPLATE", "or a file; replaces the tokenizer's own"),
         ("--use-default-chat-template", SWITCH, False, "", "if the tokenizer has no template"),
         ("--chat-template-args", json.loads, "{}", "JSON", "arguments of the template"),
+        ("--tool-format", FORMAT_NAMES, None, "", "how the model writes calls (default: found)"),
+        ("--reasoning-format", STYLE_NAMES, None, "", "marks of its thoughts (default: found)"),
     ),
     "network": (
         ("--host", str, "127.0.0.1", "HOST", "address to listen on"),

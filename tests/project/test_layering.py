@@ -16,7 +16,17 @@ PACKAGE = Path(mlx_paged.__file__).parent
 REQUESTS = {"arguments", "options", "request", "sampling_params", "outputs"}
 COMMAND = {"cli", "loading", "starting"}
 MAY_IMPORT = {
-    "server": {"chat", "engine", "vision", "runner", "metrics", "kv", *COMMAND, *REQUESTS},
+    "server": {
+        "formats",
+        "chat",
+        "engine",
+        "vision",
+        "runner",
+        "metrics",
+        "kv",
+        *COMMAND,
+        *REQUESTS,
+    },
     "generate": {"chat", "engine", "vision", "runner", "metrics", *COMMAND, *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", *COMMAND, *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
@@ -36,6 +46,7 @@ MAY_IMPORT = {
             *REQUESTS,
         )
     },
+    "formats": {"chat", "outputs", "sampling_params"},
     "vision": {"chat", "runner"},
     "chat": set[str](),
     "loading": {"cli", "vision", "runner"},
@@ -59,7 +70,7 @@ MAY_IMPORT = {
 """A room (folder or module of the package) and the rooms that it may import."""
 
 NO_MLX = [
-    *(f"{room}.*" for room in ("scheduler", "metrics", "chat")),
+    *(f"{room}.*" for room in ("formats", "scheduler", "metrics", "chat")),
     *("arguments", "cli", "options", "outputs", "request", "sampling_params", "starting"),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),

@@ -5,7 +5,6 @@ import re
 
 import pytest
 from jsonschema import validate
-from mlx_lm.tool_parsers import json_tools
 
 from tests.support.commands.server_harness import (
     MODEL,
@@ -270,7 +269,7 @@ def test_tools_are_called_through_the_client(server, claude, choice, streams):
         "messages": USER,
         "extra_body": {"temperature": 1},
     }
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         if streams:
             with claude.messages.stream(**options) as stream:
                 message = stream.get_final_message()
@@ -287,7 +286,7 @@ def test_a_whole_message_has_the_order_of_its_stream(server, claude):
     options = {"model": MODEL, "messages": USER, "tools": CLAUDE_TOOLS}
     options["tool_choice"] = {"type": "any"}
     found = 0
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         for seed in range(6):
             options |= {"max_tokens": 40 + 4 * seed}
             options["extra_body"] = {"seed": seed, "temperature": 1}

@@ -7,10 +7,11 @@ from typing import Literal
 
 import pytest
 from jsonschema import validate
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.tool_parsers import json_tools, longcat, mistral, pythonic
 from pydantic import BaseModel
 
+from mlx_paged.formats.json_tools import JsonTools
+from mlx_paged.formats.parser import Begin
+from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.server import prompts
 from tests.support.commands.server_harness import (
@@ -23,6 +24,7 @@ from tests.support.commands.server_harness import (
     demo,
     exchange,
     live,
+    model_format,
     only_model,
     post,
     tool_format,
@@ -131,7 +133,7 @@ DEEP = {
 def test_deep_nesting_is_a_mistake_of_the_client(server, field):
     """Whether llguidance gives up, or Python while it reads or writes JSON."""
     path = "/v1/messages" if field == "input_schema" else "/v1/chat/completions"
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         for depth in (200, 900, *range(960, 1000), 5000):
             deep = '{"items": ' * depth + "true" + "}" * depth
             body = json.dumps(CHAT | DEEP[field]).replace('"deep"', deep)
@@ -143,7 +145,7 @@ def test_deep_nesting_is_a_mistake_of_the_client(server, field):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_if_it_must_be(server, choice, stream):
-    with tool_format(server, json_tools, problem="planted"):
+    with tool_format(server, "json_tools", problem="planted"):
         answer = client(server).chat.completions.create(
             model=MODEL,
             messages=CHAT["messages"],
@@ -261,12 +263,12 @@ CASES = [(path, stream) for path in BY_API for stream in (False, True)]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("module", [json_tools, longcat, mistral], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("name", ["json_tools", "longcat", "mistral"])
 @pytest.mark.parametrize(("path", "stream"), CASES)
-def test_tools_beside_a_schema_are_a_call_or_an_answer(server, path, stream, module):
+def test_tools_beside_a_schema_are_a_call_or_an_answer(server, path, stream, name):
     body, fields, _ = BY_API[path]
     kinds = set()
-    with tool_format(server, module):
+    with tool_format(server, name):
         for seed in range(8):
             sampled = {"temperature": 1.5, "seed": seed, "top_k": 0}
             texts, calls, _, headers = read(server, path, body | fields | sampled, stream)
@@ -286,7 +288,7 @@ def test_tools_beside_a_schema_are_a_call_or_an_answer(server, path, stream, mod
 def test_a_tool_that_must_be_called_goes_before_a_schema(server, path, stream, named):
     body, fields, must = BY_API[path]
     choice = {"tool_choice": NAMED[path] if named else must}
-    with tool_format(server, json_tools, problem="planted"):
+    with tool_format(server, "json_tools", problem="planted"):
         for seed in range(3):
             sampled = {"temperature": 1.0, "seed": seed}
             texts, calls, _, _ = read(server, path, body | fields | choice | sampled, stream)
@@ -300,17 +302,13 @@ def test_a_tool_that_must_be_called_goes_before_a_schema(server, path, stream, n
 @pytest.mark.parametrize(("path", "stream"), CASES)
 def test_a_call_or_an_answer_follows_a_thought(server, path, stream, monkeypatch):
     """A thought here ends with its line."""
-    model = only_model(server)
-    states = {"normal": [("<tool_call>", "tool")], "tool": [("</tool_call>", "normal")]}
-    machine = TextStateMachine(states | {"reasoning": [("\n", "normal")]})
+    marks = only_model(server).format.marks
+    form = JsonTools(marks, Thoughts("", "\n"))
     body, fields, _ = BY_API[path]
     more = {"max_output_tokens" if "input" in body else "max_tokens": 400, "temperature": 1.5}
     kinds = []
-    with tool_format(server, json_tools):
-        monkeypatch.setattr(model, "machines", {True: machine})
-        monkeypatch.setitem(vars(model.tokenizer), "_think_end", "\n")
-        monkeypatch.setitem(vars(model.tokenizer), "_think_end_tokens", (0,))
-        monkeypatch.setattr(prompts, "_first_state", lambda tokenizer, tokens: "reasoning")
+    with model_format(server, form):
+        monkeypatch.setattr(prompts, "_begin", lambda *_: Begin.THOUGHT)
         for seed in range(8):
             given = body | fields | more | {"seed": seed}
             texts, calls, thoughts, _ = read(server, path, given, stream)
@@ -333,7 +331,7 @@ def test_tools_that_no_grammar_leaves_are_named(server, path, case):
     if case == "none":
         none = {"type": "none"} if path == "/v1/messages" else "none"
         fields = fields | {"tool_choice": none}
-    with tool_format(server, pythonic if case == "format" else json_tools):
+    with tool_format(server, "pythonic" if case == "format" else "json_tools"):
         texts, calls, _, headers = read(server, path, body | fields, False)
     (text,) = texts
     assert not calls and headers["x-ignored-fields"] == (None if case == "none" else "tools")
@@ -344,7 +342,7 @@ def test_tools_that_no_grammar_leaves_are_named(server, path, case):
 
 
 def test_strict_fields_refuse_tools_that_no_grammar_leaves():
-    with live(*FLAGS, "--strict-fields") as own, tool_format(own, pythonic):
+    with live(*FLAGS, "--strict-fields") as own, tool_format(own, "pythonic"):
         body = CHAT | BY_API["/v1/chat/completions"][1]
         status, _, answer = post(own, body, "/v1/chat/completions")
     assert (status, answer["error"]["param"]) == (400, "tools")
@@ -380,14 +378,14 @@ BAD = {"type": "array", "uniqueItems": True}
 )
 def test_the_source_that_is_wrong_is_named(server, path, wrong, param):
     body, fields, _ = BY_API[path]
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         status, _, answer = post(server, body | fields | wrong, path)
     assert (status, answer["error"]["param"]) == (400, param)
     assert "uniqueItems" in answer["error"]["message"]
 
 
 def test_a_format_without_a_grammar_is_refused_by_name(server):
-    with tool_format(server, pythonic):
+    with tool_format(server, "pythonic"):
         body = CHAT | {"tools": TOOLS, "tool_choice": "required"}
         status, _, answer = post(server, body, "/v1/chat/completions")
     assert status == 400 and "(pythonic)" in answer["error"]["message"]
