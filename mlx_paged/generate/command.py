@@ -4,7 +4,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_paged.cli import Parser
@@ -12,12 +13,18 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
 from mlx_paged.generate.report import (
     RULE,
+    Progress,
     print_results,
     print_stats,
-    progress_bar,
     progress_of,
 )
-from mlx_paged.generate.results_file import Result, read_answers, results_file
+from mlx_paged.generate.results_file import (
+    Result,
+    check_files,
+    read_answers,
+    results_file,
+    written_files,
+)
 from mlx_paged.loading import engine_options, load_model
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
@@ -42,7 +49,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     try:
-        return _run(*prepared, args)
+        return _run(prepared, args)
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # else the reader of stdout has closed it
             print(f"mlx_paged.generate: error: {one_line(error)}", file=sys.stderr)
@@ -51,22 +58,27 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         return FAILED
 
 
-def _prepare(
-    args: argparse.Namespace,
-) -> tuple[Engine, list[Job], list[list[int]], dict[int, list[bytes]]]:
-    """Read the prompts, check the files, load the model, queue the requests. Returns the engine,
-    its jobs, their request ids, and the lines of the prompts that are answered already. Raises
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Prompts that an engine has queued."""
+
+    engine: Engine
+    jobs: list[Job]
+    ids: list[list[int]]  # of the requests of each job
+    refusals: dict[int, str]  # why the engine refused a job, by its number
+    answered: dict[int, list[bytes]]  # lines of --output that an earlier run wrote, by number
+
+
+def _prepare(args: argparse.Namespace) -> Prepared:
+    """Read the prompts, check the files, load the model, queue the requests. Raises
     ValueError for a wrong prompt, model or option, OSError for a file that cannot be read or
     written."""
     if rank():  # it has no prompts, and does not return
         joined(load_model(args.model, args.adapter_path, args.trust_remote_code, args.vision)[0])
-    if (args.resume or args.logprobs) and args.output is None:
-        flag = "--resume" if args.resume else "--logprobs"
-        raise ValueError(f"{flag} is given: expected --output beside it")
+    check_files(args)
     specs = prompt_specs(args)
-    for path in (args.output, args.stats_json, args.metrics_jsonl):
-        if path is not None:  # a path that cannot be written fails before the work
-            Path(path).open("a", encoding="utf-8").close()
+    for path in written_files(args).values():  # a path that cannot be written fails before the work
+        Path(path).open("a", encoding="utf-8").close()
     files = args.model, args.adapter_path, args.trust_remote_code
     model, tokenizer = load_model(*files, args.vision)
     model = joined(model)
@@ -93,19 +105,17 @@ def _prepare(
         prewarm=not args.no_prewarm,
         **engine_options(args),
     )
-    return engine, jobs, add_all(engine, jobs), answered
+    ids, refusals = add_all(engine, jobs)
+    return Prepared(engine, jobs, ids, refusals, answered)
 
 
-def _run(
-    engine: Engine,
-    jobs: Sequence[Job],
-    ids: Sequence[list[int]],
-    answered: Mapping[int, list[bytes]],
-    args: argparse.Namespace,
-) -> int:
+def _run(prepared: Prepared, args: argparse.Namespace) -> int:
     """Generate, print the texts, write the files. Ctrl-C keeps the finished prompts."""
+    engine, jobs, answered = prepared.engine, prepared.jobs, prepared.answered
     total = len(jobs) + len(answered)
+    is_printed = args.output is None
     is_single = total == len(jobs) == 1 and jobs[0].count == 1 and args.beams is None
+    streams = is_single and is_printed
     results: list[Result] = []
     status = 0
     if answered and args.verbose:
@@ -115,14 +125,14 @@ def _run(
         print(engine.memory_budget.line, file=sys.stderr)
     with results_file(args.output, answered) as write:
         try:
-            for result in _finished(engine, jobs, ids, streams=is_single, shows=args.verbose):
+            for result in _finished(prepared, streams=streams, shows=args.verbose):
                 write(result)
                 results.append(result)
         except KeyboardInterrupt:
             status = INTERRUPTED
-    if is_single:
+    if streams:
         print(flush=True)
-    else:
+    elif is_printed:
         print_results(sorted(results, key=lambda result: result.job.number), total)
     if args.verbose and jobs:
         print_stats(engine)
@@ -141,17 +151,21 @@ def _run(
     return status
 
 
-def _finished(
-    engine: Engine, jobs: Sequence[Job], ids: Sequence[list[int]], *, streams: bool, shows: bool
-) -> Iterator[Result]:
+def _finished(prepared: Prepared, *, streams: bool, shows: bool) -> Iterator[Result]:
     """Run the engine until it is idle: print the text as it comes, or show the progress. Yields
-    each prompt when all its completions are there."""
+    each prompt when all its completions are there, and first the prompts that were refused."""
+    engine, jobs = prepared.engine, prepared.jobs
+    for job in jobs:
+        if job.number in prepared.refusals:
+            yield Result.refused(job, prepared.refusals[job.number])
     if streams and shows:
         print(RULE, file=sys.stderr)
-    owners = {each: (job, group) for job, group in zip(jobs, ids, strict=True) for each in group}
+    owners = {
+        each: (job, group) for job, group in zip(jobs, prepared.ids, strict=True) for each in group
+    }
     done: dict[int, Completion] = {}
     prompt_tokens = sum(len(job.tokens) for job in jobs)
-    with progress_bar(len(owners), is_shown=shows and bool(jobs), is_brief=streams) as bar:
+    with Progress(len(owners), is_shown=shows and bool(jobs), is_brief=streams) as bar:
         while engine.has_work:
             for output in engine.step():
                 if streams:
@@ -163,5 +177,4 @@ def _finished(
                     job, group = owners[output.request_id]
                     if all(each in done for each in group):
                         yield Result(job, job.select([done[each] for each in group]))
-            bar.set_postfix_str(progress_of(engine, prompt_tokens), refresh=False)
-            bar.update(len(done) - bar.n)
+            bar.show(len(done), progress_of(engine, prompt_tokens))

@@ -140,10 +140,11 @@ def make_job(
     return Job(number, spec, tokens, params, n, args)
 
 
-def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
-    """Queue the jobs; returns the request ids of each. Raises ValueError, which names the source of
-    a prompt that the engine refuses."""
-    ids = []
+def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[int, str]]:
+    """Queue the jobs. Returns the request ids of each, and why the engine refuses a prompt, by the
+    number of its job: such a prompt, one that is too long, has no id and fails alone. Raises
+    ValueError, which names the first prompt's source, if the engine refuses all prompts."""
+    ids, refusals = list[list[int]](), dict[int, str]()
     given = jobs[0].spec.options if jobs else {}
     if jobs and jobs[0].params.json_schema is not None and not given.get("json_schema"):
         try:
@@ -155,8 +156,11 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
         try:
             ids.append(job.add(engine))
         except ValueError as error:
-            raise ValueError(f"{job.spec.source}: {one_line(error)}") from error
-    return ids
+            ids.append([])
+            refusals[job.number] = one_line(error)
+    if jobs and len(refusals) == len(jobs):
+        raise ValueError(f"{jobs[0].spec.source}: {refusals[jobs[0].number]}")
+    return ids, refusals
 
 
 def one_line(error: BaseException) -> str:

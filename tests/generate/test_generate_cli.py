@@ -127,7 +127,7 @@ def test_a_line_with_a_seed_gets_its_text_in_any_company(run, tmp_path):
 
     def text_among(*others: dict[str, Any]) -> str:
         file = jsonl(tmp_path / "prompts.jsonl", [*others, line])
-        run("--prompts-file", file, "--output", output)
+        run("--prompts-file", file, "--output", output, "--overwrite")
         return read_jsonl(output)[-1]["text"]
 
     alone = text_among()
@@ -183,7 +183,7 @@ def test_results_are_written_as_jsonl_in_input_order(run, demo, expected, tmp_pa
 def test_results_replace_those_of_an_earlier_run(run, tmp_path):
     output = tmp_path / "results.jsonl"
     for prompt in (FUNCTION, CLASS):
-        run("-p", prompt, "-m", 2, "--output", output)
+        run("-p", prompt, "-m", 2, "--output", output, "--overwrite")
     assert [entry["prompt"] for entry in read_jsonl(output)] == [CLASS]
 
 
