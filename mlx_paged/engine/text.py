@@ -7,27 +7,49 @@ from operator import index
 from typing import Any, Protocol
 
 from mlx_paged.arguments import require, shown
+from mlx_paged.engine.detokenizer import UNKNOWN, Detokenizer
+from mlx_paged.engine.spelling import detokenizer_of, spelling_of
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.scheduler.step import SampledToken
 
 
-class Detokenizer(Protocol):
-    """The part of mlx-lm's streaming detokenizers that is used here."""
+class _Matcher:
+    """How much of a stop string the text so far ends with (Knuth, Morris and Pratt, 1977)."""
 
-    last_segment: str
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0  # characters; all of them at the end of an occurrence
+        # By a number of matched characters: the next smaller number that they end with as well.
+        self._shorter = [0, 0]
+        for character in stop[1:]:
+            self._shorter.append(self._longer(character, self._shorter[-1]))
 
-    def add_token(self, token: int) -> None: ...
-    def finalize(self) -> None: ...
+    def _longer(self, character: str, matched: int) -> int:
+        while matched and self.stop[matched] != character:
+            matched = self._shorter[matched]
+        return matched + (self.stop[matched] == character)
+
+    def find(self, piece: str) -> int | None:
+        """Add a piece of the text; return where in it the stop string ends, if it does."""
+        if not self.matched and self.stop[0] not in piece:
+            return None
+        for i, character in enumerate(piece):
+            self.matched = self._longer(character, self.matched)
+            if self.matched == len(self.stop):
+                return i + 1
+        return None
 
 
 class StopStrings:
     """Cuts a text before the first of some strings, which may span any number of pieces; `found` is
-    that string then. Text that may be its start is held back until the next pieces decide."""
+    that string then. Text that may be its start is held back until the next pieces decide. The
+    time is linear in the length of the text."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
+        self._matchers = [_Matcher(each) for each in stop]
         self._held = ""
+        self.longest = max(map(len, stop), default=0)
         self.found: str | None = None
 
     @property
@@ -36,47 +58,56 @@ class StopStrings:
 
     def feed(self, segment: str) -> str:
         """Add a piece of text; return the text that became certain."""
-        if self.stopped or not self._stop:
+        if self.stopped or not self._matchers:
             return "" if self.stopped else segment
         pending = self._held + segment
-        cut, self.found = self._first_stop(pending)
-        end = len(pending) - self._possible_stop(pending) if cut is None else cut
-        self._held = "" if self.stopped else pending[end:]
-        return pending[:end]
+        ends = [
+            (end, -len(matcher.stop), matcher.stop)
+            for matcher in self._matchers
+            if (end := matcher.find(segment)) is not None
+        ]
+        if ends:  # the one that ends first and, of these, begins first: cuts do not matter
+            end, _, self.found = min(ends)
+            size = len(self._held) + end - len(self.found)
+        else:
+            size = len(pending) - max(matcher.matched for matcher in self._matchers)
+        self._held = "" if self.stopped else pending[size:]
+        return pending[:size]
+
+    def is_in(self, following: str) -> bool:
+        """Whether the text would contain a stop string if it went on with `following`, of which
+        the beginning may be absent if it is twice as long as the longest stop string."""
+        is_whole = len(following) < 2 * self.longest
+        text = self._held + following if is_whole else following
+        return any(matcher.stop in text for matcher in self._matchers)
 
     def rest(self) -> str:
         """The text that was held back; from here on it counts no more."""
         held, self._held = self._held, ""
         return held
 
-    def _first_stop(self, text: str) -> tuple[int | None, str | None]:
-        """Where the stop string that ends first begins, and which it is. So the cuts of the text do
-        not matter."""
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        return min(found)[1:] if found else (None, None)
-
-    def _possible_stop(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is the start of a stop string."""
-        lengths = (
-            length
-            for stop in self._stop
-            for length in range(min(len(stop) - 1, len(text)), 0, -1)
-            if text.endswith(stop[:length])
-        )
-        return max(lengths, default=0)
-
 
 class TextStream:
     """The text of one request, which ends before the first of the `stop` strings. The text of the
-    tokens of `context` is not part of the result, but that of later tokens may depend on it."""
+    tokens of `context` is not part of the result, but that of later tokens may depend on it.
+
+    Args:
+        detokenizer: a text of :class:`mlx_paged.engine.spelling.Spelling`, or a streaming
+            detokenizer in mlx-lm's form.
+    """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()
+        self, detokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()
     ) -> None:
-        self._detokenizer = detokenizer
+        self._detokenizer: Detokenizer = detokenizer_of(detokenizer, context)
         self._stop = StopStrings(stop)
-        self._context = context
-        self.text = ""
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        self._parts = ["".join(self._parts)]
+        return self._parts[0]
 
     @property
     def stopped(self) -> bool:
@@ -84,22 +115,23 @@ class TextStream:
         return self._stop.stopped
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that became certain. A stop string sets `stopped`."""
-        for before in self._context:
-            self._detokenizer.add_token(before)
-        if self._context:
-            _ = self._detokenizer.last_segment  # reading it skips this text
-        self._context = ()
-        self._detokenizer.add_token(token)
-        return self._keep(self._stop.feed(self._detokenizer.last_segment))
+        """Add a token; return the text that became certain. A stop string sets `stopped`, also if
+        only the end of the text makes that string certain."""
+        certain = self._stop.feed(self._detokenizer.push(token))
+        longest = self._stop.longest
+        if longest and not self.stopped:
+            pending = self._detokenizer.pending(2 * longest).rstrip(UNKNOWN)
+            if pending and self._stop.is_in(pending):
+                certain += self._stop.feed(self._detokenizer.finish())
+        return self._keep(certain)
 
     def finish(self) -> str:
         """End the text; return the rest of it."""
-        self._detokenizer.finalize()
-        return self._keep(self._stop.feed(self._detokenizer.last_segment) + self._stop.rest())
+        return self._keep(self._stop.feed(self._detokenizer.finish()) + self._stop.rest())
 
     def _keep(self, certain: str) -> str:
-        self.text += certain
+        if certain:
+            self._parts.append(certain)
         return certain
 
 
@@ -117,7 +149,7 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> Collection[int]: ...
     @property
-    def detokenizer(self) -> Detokenizer: ...
+    def detokenizer(self) -> Any: ...
     def encode(self, text: str, **options: Any) -> Sequence[int]: ...
 
 
@@ -202,6 +234,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self.tokenizer = tokenizer
+        self._spelling = None if tokenizer is None else spelling_of(tokenizer)
         self._clock = clock
         self._texts: dict[int, TextStream] = {}
         self._stop_ids: dict[int, Collection[int]] = {}  # by request id
@@ -209,13 +242,14 @@ class OutputProcessor:
     def add(self, request: Request, context: Sequence[int] = ()) -> None:
         """Expect tokens of `request`; its text continues the text of `context`."""
         self._stop_ids[request.id] = self.stop_token_ids(request)
-        if self.tokenizer is not None:
-            detokenizer = self.tokenizer.detokenizer
-            keeps_space = request.params.keep_space or request.params.constraint is not None
-            if keeps_space and not context:
-                # A detokenizer drops a space at the beginning, which a grammar may demand.
-                context = self.tokenizer.encode("x", add_special_tokens=False)
-            self._texts[request.id] = TextStream(detokenizer, request.params.stop, context)
+        if self._spelling is not None:
+            params = request.params
+            # A grammar may demand a space at the beginning.
+            keeps_space = bool(params.keep_space or params.constraint is not None or context)
+            prompt = request.tokens[: request.num_prompt]
+            self._texts[request.id] = TextStream(
+                self._spelling.text(prompt, keeps_space), params.stop
+            )
 
     def append(self, choice: SampledToken) -> tuple[TokenOutput, FinishReason | None]:
         """Append a token to its request; say why the request ends, if it does."""
@@ -248,9 +282,9 @@ class OutputProcessor:
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens, end-of-sequence token excluded; "" without a tokenizer."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or self._spelling is None:
             return ""
-        text = TextStream(self.tokenizer.detokenizer)
+        text = TextStream(self._spelling.text())
         for token in tokens:
             if token not in self.tokenizer.eos_token_ids:
                 text.push(token)

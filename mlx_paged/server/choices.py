@@ -1,19 +1,22 @@
-"""One choice of an answer: its text, its thoughts and its calls of tools, in their order."""
+"""One choice of an answer: splits its text into content, reasoning and tool calls."""
 
+import json
 import math
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.server import ToolCallFormatter
+
+from mlx_paged.engine.spelling import Spelling, spelling_of
 from mlx_paged.engine.text import StopStrings
-from mlx_paged.formats.events import Call, Event, Thought
-from mlx_paged.formats.parser import Parser, Whole
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.server.deltas import Delta, Placed
 from mlx_paged.server.fields import Fields
+from mlx_paged.server.json_text import can_be_written
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal
@@ -42,8 +45,8 @@ class TextOffsets:
 
 
 class CompletionChoice:
-    """Collects the tokens of one completion, which is choice `index` of the answer. The format of
-    the model finds thoughts and calls. Stop strings count in the content only."""
+    """Collects the tokens of one completion, which is choice `index` of the answer. The model finds
+    reasoning and tool calls in its text. Stop strings count in the text only."""
 
     def __init__(self, index: int, model: Model, fields: Fields, prompt: Prompt) -> None:
         self.index = index
@@ -54,22 +57,18 @@ class CompletionChoice:
         self.completion: Completion | None = None  # None until the last token
         self._fields = fields
         self._model = model
-        self._tokenizer = model.tokenizer
+        self._tokenizer = tokenizer = model.tokenizer
+        tools = fields.get("tools") or None
+        self._parse = ToolCallFormatter(tokenizer.tool_parser, tools, fields["stream"])
+        self._state = model.machines[tools is not None].make_state(prompt.state)
         self._stop = StopStrings(fields["stop"])
         self._one_call = not fields.get("parallel_tool_calls", True)
         self._prompt, self._echo = prompt, prompt.text
-        self._parser = self._new_parser()
+        self._tool_text: str | None = None  # of a call that has begun
         self._num_calls = 0
         self._offsets = TextOffsets(prompt.text, len(prompt.text))
         self._placed = Placed()
         self._starts: list[int] = []  # of tokens that _text_logprobs has not told yet
-
-    def _new_parser(self) -> Parser:
-        """The parser of the answer; the text of a text completion stays as it is."""
-        if "messages" not in self._fields:
-            return Whole()
-        is_data = bool(self._fields.get("constraint"))
-        return self._model.format.parser(self._fields["tools"], self._prompt.begin, is_data)
 
     @property
     def engine_reason(self) -> str:
@@ -118,11 +117,14 @@ class CompletionChoice:
         if self.is_cut:  # tokens that were computed before the abort
             return delta
         self.num_tokens += output.token is not None
-        self._read(self._parser.feed(output.token, output.text), delta)
-        self.num_thoughts += self._parser.thinks
+        self._state, segments = TextStateMachine.split(self._state, output.text)
+        self.num_thoughts += self._state[0] == "reasoning"
+        self._read(segments, delta)
         if output.completion is not None and not self.is_cut:
-            is_cut = output.completion.finish_reason != FinishReason.STOP
-            self._read(self._parser.finish(is_cut), delta)
+            self._state, rest, state = TextStateMachine.flush(self._state)
+            self._read([(state, rest)], delta)
+            if self._tool_text is not None:
+                self._end_call(delta, "")
             if not self.is_cut:
                 delta.write("text", self._stop.rest())
         if self._fields["logprobs"] and output.token is not None:
@@ -164,6 +166,10 @@ class CompletionChoice:
             entry["logprobs"] = {"content": delta.logprobs}
         return entry | {"delta" if is_part else "message": message}
 
+    @property
+    def _spelling(self) -> Spelling:
+        return spelling_of(self._tokenizer)
+
     def _of_prompt(self, completion: Completion) -> list[dict[str, Any]]:
         """The entries of the prompt's tokens; the first has no log-probability."""
         count, entries = self._fields["top_logprobs"], []
@@ -174,16 +180,15 @@ class CompletionChoice:
 
     def _prompt_starts(self, entries: list[dict[str, Any]]) -> list[int]:
         """Where the tokens of the prompt begin in its text."""
-        offsets, detokenizer = TextOffsets(self._prompt.text), self._tokenizer.detokenizer
+        offsets, text = TextOffsets(self._prompt.text), self._spelling.text(keeps_space=True)
         starts = []
         for token, entry in zip(self._prompt.tokens, entries, strict=True):
-            detokenizer.add_token(token)
-            starts.append(offsets.of(entry["token"], detokenizer.last_segment))
+            starts.append(offsets.of(entry["token"], text.push(token)))
         return starts
 
     def _as_in_vllm(self, completion: Completion, count: int) -> list[dict[int, Any] | None]:
         """For each token of the prompt, itself and the likeliest ones by token id."""
-        found: list[dict[int, Any] | None] = []
+        found, text_of = list[dict[int, Any] | None](), self._spelling.text_of
         for token, known in zip(self._prompt.tokens, completion.prompt_logprobs, strict=True):
             if known is not None:
                 ranked = [(*pair, rank) for rank, pair in enumerate(known.top[:count], 1)]
@@ -192,7 +197,7 @@ class CompletionChoice:
                         each: {
                             "logprob": _told(logprob),
                             "rank": rank,
-                            "decoded_token": self._text(each),
+                            "decoded_token": text_of(each),
                         }
                         for each, logprob, rank in [(token, known.logprob, known.rank), *ranked]
                     }
@@ -200,9 +205,6 @@ class CompletionChoice:
             else:
                 found.append(None)
         return found
-
-    def _text(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
 
     def _text_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         """The entries in the form for text completions, with mlx-lm's "content" beside it."""
@@ -223,45 +225,67 @@ class CompletionChoice:
     def _described(
         self, token: int, logprob: float | None, top: Sequence[tuple[int, float]]
     ) -> dict[str, Any]:
-        """The log-probability entry of a token."""
-        pairs = [(token, logprob), *top]
+        """The log-probability entry of a token. Its bytes may be a part of a character."""
+        text_of, bytes_of = self._spelling.text_of, self._spelling.bytes_of
         own, *others = (
-            {"id": each, "token": text, "logprob": _told(value), "bytes": [*text.encode()]}
-            for each, value in pairs
-            for text in [self._text(each)]
+            {
+                "id": each,
+                "token": text_of(each),
+                "logprob": _told(value),
+                "bytes": [*bytes_of(each)],
+            }
+            for each, value in [(token, logprob), *top]
         )
         return own | {"top_logprobs": others}
 
-    def _read(self, events: Iterable[Event], delta: Delta) -> None:
-        """Add what the parser has found. Text that may begin a stop string is held back until more
-        text, a thought or a call follows: a stop string does not go on behind these."""
-        for event in events:
+    def _read(self, segments: Sequence[tuple[str | None, str]], delta: Delta) -> None:
+        for state, text in segments:
             if self.is_cut:
                 return
-            if isinstance(event, Call):
+            if state in ("tool", "reasoning"):  # a stop string does not go on behind it
                 delta.write("text", self._stop.rest())
-                delta.call(self._in_chat(event))
-                self.is_cut = self._one_call
-            elif isinstance(event, Thought):
-                delta.write("text", self._stop.rest())
-                delta.write("reasoning", event.text)
+            if state == "tool":
+                self._tool_text = (self._tool_text or "") + text
+                continue
+            if self._tool_text is not None:
+                self._end_call(delta, self._tokenizer.tool_call_end)
+            if state == "reasoning":
+                delta.write("reasoning", text)
             elif self.num_tokens <= self._fields["min_tokens"]:
-                delta.write("text", event.text)
+                delta.write("text", text)
             else:
-                delta.write("text", self._stop.feed(event.text))
-                self.is_cut = self._stop.stopped
+                delta.write("text", self._stop.feed(text))
+                self.is_cut = self.is_cut or self._stop.stopped
 
-    def _in_chat(self, call: Call) -> dict[str, Any]:
-        """The next call in the form of chat completions."""
-        function = {"name": call.name, "arguments": call.arguments}
-        own_id = call.id or str(uuid.uuid4())
-        told: dict[str, Any] = {"function": function, "type": "function", "id": own_id}
-        if self._fields["stream"]:
-            told["index"] = self._num_calls
-        self._num_calls += 1
-        return told
+    def _end_call(self, delta: Delta, end: str | None) -> None:
+        """Deliver a tool call, or its text if that is malformed or unfinished."""
+        text, self._tool_text = self._tool_text, None
+        try:
+            calls = self._parse([text])
+            if not all(map(_is_call, calls)):
+                calls = []
+        except Exception:  # a parser can raise anything
+            calls = []
+        if not calls:
+            start = self._tokenizer.tool_call_start or ""
+            delta.write("text", f"{self._stop.rest()}{start}{text}{end or ''}")
+            return
+        calls = calls[: 1 - self._num_calls] if self._one_call else calls
+        for call in calls:
+            if "index" in call:  # of a stream
+                call["index"] = self._num_calls
+            self._num_calls += 1
+            delta.call(call)
+        self.is_cut = self._one_call
 
 
 def _told(logprob: float | None) -> float | None:
     """A log-probability as JSON can have it."""
     return logprob if logprob is None or math.isfinite(logprob) else UNLIKELY
+
+
+def _is_call(call: dict[str, Any]) -> bool:
+    """Whether a call that a parser has found has a name, and nothing in it but proper JSON."""
+    function = call["function"]
+    is_named = isinstance(function.get("name"), str)
+    return is_named and can_be_written(call) and can_be_written(json.loads(function["arguments"]))

@@ -49,6 +49,19 @@ def assert_scored(choice, prompt, top):
     assert [[*each] for each in found["top_logprobs"][1:count]] == expected
 
 
+def test_the_bytes_of_tokens_join_to_their_text(server):
+    """Also those of tokens that are parts of a character."""
+    prompt = "a é🙂b 日本"
+    body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0}
+    (choice,) = post(server, body)[2]["choices"]
+    entries = choice["logprobs"]["content"]
+    count = len(demo()[1].encode(prompt))
+    assert len(prompt) < count < len(prompt.encode())
+    assert b"".join(bytes(entry["bytes"]) for entry in entries[:count]) == prompt.encode()
+    for entry in entries + [top for each in entries for top in each["top_logprobs"]]:
+        assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
+
+
 def test_a_prompt_alone_is_scored(server):
     """Even if the token after it would end the text."""
     body = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}

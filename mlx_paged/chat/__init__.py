@@ -1,1 +1,0 @@
-"""Chat templates, rendered within limits."""

@@ -1,1 +1,0 @@
-"""How models write thoughts and tool calls: a file for each family. Knows no mlx."""
