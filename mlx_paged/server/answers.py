@@ -176,11 +176,15 @@ class Answer:
         begin, options = written(self.head)[:-1], self.fields["stream_options"]
         async with aclosing(self._pieces()) as pieces:
             async for choice, delta in pieces:
-                part: dict[str, Any] = {"choices": [choice.entry(delta)]}
-                if options.get("continuous_usage_stats"):
-                    part["usage"] = self._usage()
-                is_part = delta or choice.completion is not None
-                yield f"data: {begin}, {written(part)[1:]}\n\n".encode() if is_part else b""
+                *early, last = delta.in_order()
+                entries = [choice.entry(each) | {"finish_reason": None} for each in early]
+                events = b""
+                for entry in (*entries, choice.entry(last)):
+                    part: dict[str, Any] = {"choices": [entry]}
+                    if options.get("continuous_usage_stats"):
+                        part["usage"] = self._usage()
+                    events += f"data: {begin}, {written(part)[1:]}\n\n".encode()
+                yield events if delta or choice.completion is not None else b""
         if options.get("include_usage"):
             yield _event(self.head | {"choices": [], "usage": self._usage()})
         yield b"data: [DONE]\n\n"

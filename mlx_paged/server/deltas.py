@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 Fields = dict[str, Any]
 Kind = Literal["text", "reasoning", "tool_call"]
+ORDER: tuple[Kind, ...] = ("reasoning", "text", "tool_call")
+"""In which clients read the parts of one event of a chat, which has a place for each kind."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,17 @@ class Delta:
                 self.parts.append(part)
             else:
                 self.write(part.kind, part.text, part.logprobs)
+
+    def in_order(self) -> list["Delta"]:
+        """This delta as several, at least one, whose parts are each in :data:`ORDER`."""
+        found = [Delta()]
+        for part in self.parts:
+            before = found[-1].parts
+            if before and ORDER.index(before[-1].kind) > ORDER.index(part.kind):
+                found.append(Delta())
+            found[-1].parts.append(part)
+        found[-1].logprobs = self.logprobs
+        return found
 
     @property
     def text(self) -> str:

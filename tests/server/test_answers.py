@@ -7,6 +7,7 @@ import time
 import pytest
 
 from mlx_paged.server import answers, prompts
+from mlx_paged.server.choices import CompletionChoice
 from tests.support.commands.server_harness import CODE, exchange, live, post
 
 pytest_plugins = ["tests.support.commands.server_fixtures"]
@@ -33,6 +34,42 @@ def test_an_answer_without_text_has_an_empty_one(server):
     }
     _, _, answer = post(server, body, "/v1/chat/completions")
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": ""}
+
+
+def test_a_chats_stream_keeps_the_order_of_what_one_token_adds(server, monkeypatch):
+    """Each event has a place for a thought, a text and calls, which clients read in this order."""
+    add, end = CompletionChoice.add, {"id": "c", "type": "function", "index": 0}
+    end["function"] = {"name": "f", "arguments": "{}"}
+
+    def odd(self, output):
+        delta = add(self, output)
+        if output.completion is not None:
+            delta.call(end)
+            delta.write("text", "later")
+            delta.write("reasoning", "hm")
+            delta.call(end)
+        return delta
+
+    monkeypatch.setattr(CompletionChoice, "add", odd)
+    messages = [{"role": "user", "content": CODE}]
+    body = {"messages": messages, "max_tokens": 3, "stream": True, "logprobs": True}
+    _, _, content = exchange(server, "POST", "/v1/chat/completions", json.dumps(body))
+    lines = [line for line in content.decode().split("\n\n") if line.startswith("data: {")]
+    choices = [json.loads(line[6:])["choices"][0] for line in lines]
+    names = {"reasoning", "content", "tool_calls"}
+    assert [names.intersection(choice["delta"]) for choice in choices][-3:] == [
+        {"content", "tool_calls"},
+        {"content"},
+        {"reasoning", "tool_calls"},
+    ]
+    assert choices[-2]["delta"]["content"] == "later"
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons == [None] * (len(choices) - 1) + ["length"]
+    assert [len(choice.get("logprobs", {}).get("content", ())) for choice in choices[-3:]] == [
+        0,
+        0,
+        1,
+    ]
 
 
 def test_a_request_that_is_refused_late_has_no_stream(monkeypatch):
