@@ -30,8 +30,8 @@ from bench.models import named_model, random_prompts
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
 from mlx_paged.cli import COUNT
 from mlx_paged.drop_in.base_cache import PagedCache
-from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.options import BLOCK_SIZE
 
 PLAIN_STEPS = 3  # steps of decodes alone before each visit, and after it
 

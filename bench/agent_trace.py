@@ -28,7 +28,8 @@ from bench.command import add_rounds, make_parser, print_result, table, text_of
 from bench.machine import check_machine, machine_text
 from bench.models import SIZES, random_llama
 from mlx_paged import Engine, SamplingParams, demo_model_path
-from mlx_paged.cli import COUNT, load_model
+from mlx_paged.cli import COUNT
+from mlx_paged.loading import load_model
 from mlx_paged.server.turn_ends import turn_ends
 
 ROOT = Path(__file__).parents[1]

@@ -38,7 +38,7 @@ from bench.models import named_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, KV_BLOCK_SIZES
 from mlx_paged.kv.blocks import ceil_div
-from mlx_paged.ops.formats import KVBits, checked_bits
+from mlx_paged.options import KVBits, checked_bits
 from mlx_paged.runner.model_probe import probe
 
 SEED = 0

@@ -12,7 +12,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from mlx_paged.cli import load_model as load
+from mlx_paged.loading import load_model as load
 
 REFERENCE: dict[str, Any] = {
     "hidden_size": 512,

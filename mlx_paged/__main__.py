@@ -1,11 +1,8 @@
 """``mlx_paged COMMAND`` and ``python -m mlx_paged COMMAND``: run a command, or list all."""
 
-import runpy
 import sys
-from pathlib import Path
 
-import mlx_paged
-from mlx_paged.cli import Parser
+from mlx_paged.starting import INTERRUPTED, exit_interrupted
 
 COMMANDS = {
     "generate": "text for one prompt or for many at once",
@@ -19,37 +16,55 @@ BENCHES = (
     *("serving", "stalls", "memory", "admission", "agent_trace"),
     *("paged_attention", "shared_prefixes", "host_cost"),
 )
-HOMES = Path(__file__).parent / "with_bench", Path(__file__).parents[1]
-"""Where the folder `bench` is: in a wheel, in a clone."""
 
 
 def main() -> None:
     """Run the command in this process; what follows its name is its own."""
+    name = ""
+    try:
+        name = _command()
+        if name:
+            _run(name)
+    except KeyboardInterrupt:  # while the command starts or ends
+        exit_interrupted(0 if name == "server" else INTERRUPTED)
+
+
+def _command() -> str:
+    """The name of the command; "" if the user asked for none and got the list of all."""
+    import mlx_paged
+    from mlx_paged.cli import Parser
+
     parser = Parser("mlx_paged", "mlx_paged COMMAND [options]", description=mlx_paged.__doc__)
     version = f"mlx_paged {mlx_paged.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        commands.add_parser(name, help=text)
-    name = parser.parse_args(_taken_argument()).name
+    for command, text in COMMANDS.items():
+        commands.add_parser(command, help=text)
+    name: str | None = parser.parse_args(_taken_argument()).name
     if name is None:
         parser.print_help()
-        return
+    return name or ""
+
+
+def _run(name: str) -> None:
+    import runpy
+
     module = _bench() if name == "bench" else f"mlx_paged.{name}"
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except KeyboardInterrupt:  # while it starts or ends; a program under `run` decides itself
-        if name == "run":
-            raise
-        sys.exit(130)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _bench() -> str:
     """The module of the bench that the next argument names."""
+    from pathlib import Path
+
+    from mlx_paged.cli import Parser
+
     parser = Parser("mlx_paged bench", "mlx_paged bench NAME [options]")
     parser.add_argument("name", choices=BENCHES, metavar="|".join(BENCHES))
     name = parser.parse_args(_taken_argument()).name
-    sys.path.append(str(next(home for home in HOMES if (home / "bench").is_dir())))
+    package = Path(__file__).parent
+    homes = package / "with_bench", package.parent  # in a wheel, in a clone
+    sys.path.append(str(next(home for home in homes if (home / "bench").is_dir())))
     return f"bench.{name}"
 
 

@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterable
 from enum import StrEnum
-from importlib.metadata import requires, version
+from functools import cache
 from numbers import Integral, Real
 from os import PathLike
 from typing import TypeGuard, TypeVar
@@ -22,6 +22,8 @@ class UntestedVersionError(RuntimeError):
 def require_versions() -> None:
     """Raise UntestedVersionError if the compiled module is not for the installed mlx, or mlx-lm
     lacks what this package imports. One line of the log names an mlx-lm that was not tested."""
+    from importlib.metadata import requires, version  # slow to import
+
     mlx, mlx_lm = version("mlx"), version("mlx-lm")
     pins = re.findall(r"^mlx(?:\[\w+\])?==([\d.]+)", "\n".join(requires("mlx_paged") or ()), re.M)
     # A development build of mlx has a suffix after these three numbers.
@@ -34,8 +36,14 @@ def require_versions() -> None:
             f"mlx-lm {mlx_lm} is installed: expected {OLDEST_MLX_LM} or newer"
         )
     if mlx_lm not in TESTED_MLX_LM:
-        text = f"mlx-lm {mlx_lm} is untested: {' and '.join(TESTED_MLX_LM)} is tested"
-        logging.getLogger("mlx_paged").warning(text)
+        _warn_untested(mlx_lm)
+
+
+@cache
+def _warn_untested(mlx_lm: str) -> None:
+    """Log one line in a process."""
+    text = f"mlx-lm {mlx_lm} is untested: {' and '.join(TESTED_MLX_LM)} is tested"
+    logging.getLogger("mlx_paged").warning(text)
 
 
 def missing(packages: str, extra: str) -> str:

@@ -5,6 +5,6 @@ A script that must not change otherwise imports it before it imports names from 
     import mlx_paged.auto_patch
 """
 
-from mlx_paged.drop_in.patch import patch_mlx_lm
+import mlx_paged
 
-patch_mlx_lm()
+mlx_paged.patch_mlx_lm()

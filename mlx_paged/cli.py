@@ -1,21 +1,13 @@
-"""What the commands share: the parser, groups of arguments, and how a model is loaded."""
+"""The parser and the flags that the commands share. Knows no mlx, so that help is shown at once."""
 
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
-import mlx.nn as nn
-from mlx_lm import load
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from mlx_paged.ops.formats import checked_bits
-from mlx_paged.runner.ranks import rank
-from mlx_paged.scheduler.ngram import MAX_DRAFTS
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
-from mlx_paged.vision.host import load_seeing
+from mlx_paged.arguments import UntestedVersionError, require_versions
+from mlx_paged.options import MAX_DRAFTS, Policy, PreemptionPolicy, checked_bits
 
 NUM_DRAFTS = 3
 GB = 10**9
@@ -41,9 +33,38 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, usage: str | None = None, **options: Any) -> None:
         super().__init__(prog, usage, formatter_class=HelpFormatter, **options)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ArgumentError, with the choice that is most like `value`, if there is no such."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+
+    def require_versions(self) -> None:
+        """Exit with a line on stderr if the installed mlx or mlx-lm does not fit."""
+        try:
+            require_versions()
+        except UntestedVersionError as error:
+            self.error(str(error))
+
     def error(self, message: str) -> NoReturn:
+        """Print the message, with the flag that is most like an unknown one, and exit with 2."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            message += did_you_mean(unknown.partition(" ")[0].partition("=")[0], flags)
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that names the known word that is most like `word`; "" if none is like it."""
+    from difflib import get_close_matches
+
+    likely = get_close_matches(word.replace("_", "-"), [*known], n=1)
+    likely = likely or get_close_matches(word, [*known], n=1)
+    return f" (did you mean {likely[0]}?)" if likely else ""
 
 
 class Refused(argparse.Action):
@@ -104,6 +125,7 @@ ON_OFF = {"action": argparse.BooleanOptionalAction}
 TEMPERATURE = number(float, 0, 1e6, "a number >= 0")
 SEED = number(int, 0, 2**63, "a whole number >= 0")
 MEMORY = number(float, 1e-9, 1e6, "a number of GB above 0")
+MEMORY_OR_NONE = number(float, 0, 1e6, "a number of GB >= 0")
 DRAFTS = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
 ORDERS, VICTIMS = [*map(str, Policy)], [*map(str, PreemptionPolicy)]
 
@@ -163,90 +185,7 @@ def add_groups(parser: Parser, groups: Mapping[str, Iterable[Flag]]) -> None:
             group.add_argument(*names.split(), default=default, help=text, **options)
 
 
-def _draft_model(path: str) -> nn.Module:
-    try:
-        return load_model(path)[0]
-    except ValueError as error:
-        raise ValueError(f"--draft-model: {error}") from error
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of :class:`Engine` whose flags are the same in both commands."""
-    if args.speculate is not None and args.draft_model is not None:
-        raise ValueError("--speculate is given beside --draft-model: expected one of them")
-    if args.num_draft_tokens != NUM_DRAFTS and args.draft_model is None:
-        raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
-    if args.kv_disk_gb is not None and args.kv_disk is None:
-        raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
-    names = "compile", "kv_bits", "policy", "num_draft_tokens", "preempt", "seed", "speculate"
-    others = "cascade", "cpu_linear", "metrics_jsonl", "spike_ms", "profile", "kv_disk"
-    model_files = [args.model or demo_model_path(), args.adapter_path]
-    return {
-        "model_files": [path for path in model_files if path is not None],
-        "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
-        "cache_limit": None if args.cache_limit is None else int(args.cache_limit * GB),
-        "prefix_cache": not args.no_prefix_cache,
-        "max_stall_ms": args.max_stall_ms or None,
-        "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
-        "kv_disk_gb": args.kv_disk_gb or 20.0,
-        **{name: getattr(args, name) for name in (*names, *others)},
-    }
-
-
 def demo_model_path() -> Path:
     """Directory of the demo model, a small model of Python code that is part of the package.
     ``mlx_lm.load(mlx_paged.demo_model_path())`` loads it."""
-    return Path(str(files("mlx_paged") / "demo_model"))
-
-
-def load_model(
-    name: str | None = None,
-    adapter_path: str | None = None,
-    trust_remote_code: bool = False,
-    sees: bool = False,
-) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. If it
-    `sees`, mlx-vlm loads it. Raises ValueError if the model or the adapter does not exist or cannot
-    be loaded."""
-    path = str(demo_model_path()) if name is None else name
-    return load_with_config(path, adapter_path, trust_remote_code, sees)[:2]
-
-
-def load_with_config(
-    path: str,
-    adapter_path: str | None,
-    trust_remote_code: bool,
-    sees: bool = False,
-    **tokenizer_config: str,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """A model, its tokenizer and its configuration. Under mlx.launch the weights are read when they
-    are used. Raises ValueError as :func:`load_model`."""
-    if adapter_path is not None and not Path(adapter_path).is_dir():
-        raise ValueError(f"adapter {adapter_path}: no such directory")
-    if not Path(path).exists() and not _may_be_hub_id(path):
-        raise ValueError(f"model {path}: no such directory")
-    if sees and adapter_path is not None:
-        raise ValueError("--adapter-path is given beside --vision: expected one of them")
-    if sees and trust_remote_code:
-        raise ValueError("--trust-remote-code is given beside --vision: expected one of them")
-    try:
-        if sees:
-            return load_seeing(path, **tokenizer_config)
-        loaded: tuple[nn.Module, TokenizerWrapper, dict[str, Any]] = load(
-            path,
-            adapter_path=adapter_path,
-            tokenizer_config={"trust_remote_code": trust_remote_code} | tokenizer_config,
-            return_config=True,
-            trust_remote_code=trust_remote_code,
-            lazy=rank() is not None,
-        )
-    except Exception as error:
-        kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
-        detail = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
-    return loaded
-
-
-def _may_be_hub_id(name: str) -> bool:
-    owner, _, repo = name.partition("/")
-    return bool(owner and repo) and "/" not in repo and not name.startswith((".", "~"))
+    return Path(__file__).parent / "demo_model"

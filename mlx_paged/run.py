@@ -16,13 +16,13 @@ from shutil import which
 
 from mlx_paged.arguments import UntestedVersionError
 from mlx_paged.cli import COUNT, GB, MEMORY, Parser
-from mlx_paged.drop_in.patch import patch_mlx_lm
-from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
+from mlx_paged.options import BLOCK_SIZE
+from mlx_paged.starting import start
 
 STARTUP = str(Path(__file__).parent / "drop_in" / "startup")
 
 
-def main() -> None:
+def main() -> int:
     """Replace this process by the program. A mistake gives one line and exit status 2."""
     usage = "%(prog)s [options] SCRIPT | -m MODULE | COMMAND [arguments]"
     parser = Parser("mlx_paged.run", usage)
@@ -30,8 +30,13 @@ def main() -> None:
     parser.add_argument("--block-size", type=COUNT, default=BLOCK_SIZE, metavar="N", help=block)
     bound = "K/V at most, for each model and thread (default: what the device can spare)"
     parser.add_argument("--kv-memory", type=MEMORY, metavar="GB", help=bound)
+    cache = "freed buffers that MLX keeps on a GPU (default: MLX's own limit)"
+    parser.add_argument("--cache-limit", type=MEMORY, metavar="GB", help=cache)
     own, program = _divided(sys.argv[1:])
     args = parser.parse_args(own)
+    parser.require_versions()
+    from mlx_paged.drop_in.patch import patch_mlx_lm
+
     kv_memory = None if args.kv_memory is None else int(args.kv_memory * GB)
     options = {"block_size": args.block_size, "kv_memory": kv_memory}
     try:
@@ -42,7 +47,9 @@ def main() -> None:
     if sys.flags.ignore_environment or sys.flags.no_site:
         parser.error("python got -E, -I or -S: expected none of them, as they prevent the patch")
     same = [sys.prefix, sys.implementation.cache_tag]
-    os.environ["MLX_PAGED_RUN"] = json.dumps({"python": same, "options": options})
+    cache_limit = None if args.cache_limit is None else int(args.cache_limit * GB)
+    given = {"python": same, "options": options, "cache_limit": cache_limit}
+    os.environ["MLX_PAGED_RUN"] = json.dumps(given)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STARTUP, os.getenv("PYTHONPATH"))))
     flags = sys.orig_argv[1 : -len(sys.argv) - 1]  # before "-m mlx_paged.run"
     os.execv(sys.executable, [sys.executable, *flags, *program])
@@ -87,4 +94,4 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 if __name__ == "__main__":
-    main()
+    start(main)

@@ -31,7 +31,8 @@ from bench.machine import check_machine, machine_text
 from bench.models import SIZES, llama_model, random_llama
 from bench.serving.workload import PRESETS, make_jobs
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.cli import COUNT, Parser, load_model
+from mlx_paged.cli import COUNT, Parser
+from mlx_paged.loading import load_model
 from mlx_paged.runner import batch, compiled_decode
 
 WARM_UP = 8

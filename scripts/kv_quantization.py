@@ -27,9 +27,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from bench.command import print_result
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.attention.sdpa_hook import attention_hook
-from mlx_paged.cli import COUNT, Parser, load_model
+from mlx_paged.cli import COUNT, Parser
 from mlx_paged.drop_in.caches import make_prompt_cache as make_paged_prompt_cache
 from mlx_paged.kv.shapes import KVShape
+from mlx_paged.loading import load_model
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.ops.formats import FORMATS
 from scripts.batch_invariance import prompts_of

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from jsonschema import ValidationError, validate
 
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, COUNT_OR_NONE, load_model
+from mlx_paged.cli import COUNT, COUNT_OR_NONE
+from mlx_paged.loading import load_model
 from tests.support.random_schemas import random_schema
 
 

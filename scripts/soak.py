@@ -26,7 +26,8 @@ from tqdm import tqdm
 from bench.command import MIB
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.cli import Parser, load_model, number
+from mlx_paged.cli import Parser, number
+from mlx_paged.loading import load_model
 from mlx_paged.metrics.stats import resident_bytes
 
 BLOCK_SIZE = 8

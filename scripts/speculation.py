@@ -28,7 +28,7 @@ from bench.serving.workload import PRESETS, make_jobs
 from bench.stalls import Round, Server, play, summary
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, MILLISECONDS
-from mlx_paged.cli import load_model as load_chat_model
+from mlx_paged.loading import load_model as load_chat_model
 from mlx_paged.request import Request
 from scripts.real_jobs import JOBS, Forced, tasks
 

@@ -16,7 +16,8 @@ from types import FrameType
 
 import mlx_paged
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, load_model
+from mlx_paged.cli import COUNT
+from mlx_paged.loading import load_model
 
 PACKAGE = Path(mlx_paged.__file__).parent
 WARM_UP = 8

@@ -25,7 +25,8 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, load_model
+from mlx_paged.cli import COUNT
+from mlx_paged.loading import load_model
 
 TEXT = {"type": "string", "minLength": 4000}
 BOUND: dict[str, Any] = {"json_schema": TEXT}

@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_paged import Completion, Engine
 from mlx_paged.cli import COUNT, Parser
-from mlx_paged.ops.formats import checked_bits
+from mlx_paged.options import checked_bits
 from mlx_paged.runner.model_probe import probe
 from tests.support.models.architectures import VOCAB
 from tests.support.models.windowed_reference import Reference, Rows, Tokens

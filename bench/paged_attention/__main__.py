@@ -34,7 +34,7 @@ from mlx_paged.arguments import missing
 from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.doctor.speed import MemoryReader
 from mlx_paged.kv.memory import physical_memory
-from mlx_paged.ops.formats import checked_bits
+from mlx_paged.options import checked_bits
 
 GEMM_REPEATS = 20
 

@@ -13,7 +13,7 @@ from bench.serving.measures import Slo
 from bench.serving.replay import Stall
 from bench.serving.workload import PRESETS
 from mlx_paged.cli import COUNT, FRACTION, KV_BLOCK_SIZES, Parser, number
-from mlx_paged.scheduler.policies import Policy
+from mlx_paged.options import Policy
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -21,10 +21,10 @@ from bench.models import (
 from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
 from bench.serving.trace import Trace
 from mlx_paged.arguments import missing
-from mlx_paged.cli import load_model as load
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.shapes import block_bytes
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.loading import load_model as load
+from mlx_paged.options import KVBits
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.ranks import joined, rank
 

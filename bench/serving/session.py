@@ -28,7 +28,7 @@ from bench.serving.replay import Clock, Replay, StepClock
 from bench.serving.run import Run
 from bench.serving.trace import Trace, digest, make_trace, read_trace
 from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
-from mlx_paged.ops.formats import checked_bits
+from mlx_paged.options import checked_bits
 
 SEARCH_START = 0.8
 """A rate search begins with this part of the throughput measured before, in requests."""

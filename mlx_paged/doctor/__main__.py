@@ -3,107 +3,22 @@
 The page goes to stdout, progress bars and mistakes to stderr.
 """
 
-import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
-import mlx.core as mx
-
-from mlx_paged.cli import Parser
-from mlx_paged.doctor.apart import found_apart
-from mlx_paged.doctor.findings import Check, Findings, page, run_check
-from mlx_paged.doctor.kernels import check_kernels, chosen, compare
-from mlx_paged.doctor.machine import check_machine
-from mlx_paged.doctor.memory import check_memory
-from mlx_paged.doctor.products import check_products
-from mlx_paged.doctor.sources import check_sources
-from mlx_paged.doctor.speed import check_speed
-from mlx_paged.doctor.tokens import check_order, check_tokens
-from mlx_paged.doctor.variants import KINDS, all_variants
-
-FAILED = 1
-INTERRUPTED = 130
-CHECKS: dict[str, Check] = {
-    "machine": check_machine,
-    "kernels": check_kernels,
-    "sources": check_sources,
-    "products": check_products,
-    "tokens": check_tokens,
-    "order": check_order,
-    "memory": check_memory,
-    "speed": check_speed,
-}
-APART = {"machine", "products", "tokens", "order", "memory", "speed"}
-"""On a GPU each of these has a process of its own; the kernels have one for each kind."""
+from mlx_paged.starting import start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks. Returns 0 if all is right, 1 if not, 130 after Ctrl-C."""
-    parser = Parser(
-        "mlx_paged.doctor",
-        description="Checks an installation and its device; prints a page for an issue.",
-    )
-    parser.add_argument("--quick", action="store_true", help="check a sample, in a few seconds")
-    parser.add_argument("--json", metavar="FILE", help="also write all findings to this file")
-    texts = "; ".join(f"{name}: {check.__doc__}" for name, check in CHECKS.items())
-    kinds = f"one kind of variants ({', '.join(KINDS)})"
-    only = f"one check ({texts}), {kinds}, or one variant of a kernel as the page names it"
-    parser.add_argument("--only", metavar="NAME", help=only)
+    """Run the checks. Returns 0 if all is right, 1 if not; mistakes exit with 2."""
+    from mlx_paged.doctor.flags import make_parser
+
+    parser = make_parser()
     args = parser.parse_args(argv)
-    checks = _chosen(args.only)
-    if not checks:
-        names = ", ".join(CHECKS)
-        parser.error(f"argument --only: expected {names} or a variant, got {args.only!r}")
-    results = list[Findings]()
-    try:  # a path that cannot be written fails before the work
-        _write(args.json, results, args.quick)
-    except OSError as error:
-        parser.error(f"argument --json: {error}")
-    is_apart = args.only is None and mx.default_device() != mx.Device(mx.cpu)
-    try:
-        for name, check in checks.items():
-            if is_apart and name in APART:
-                found = found_apart(name, args.quick)
-            else:
-                found = run_check(
-                    name,
-                    check,
-                    args.quick,
-                    lambda found: _write(args.json, [*results, found], args.quick),
-                )
-            results.append(found)
-            _write(args.json, results, args.quick)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    print(page(results, args.quick))
-    return 0 if all(found.ok for found in results) else FAILED
+    parser.require_versions()
+    from mlx_paged.doctor.command import run
 
-
-def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:
-    """Write what was found so far."""
-    if path is None:
-        return
-    findings = {found.name: {"ok": found.ok, **asdict(found)} for found in results}
-    ok = bool(results) and all(found.ok for found in results)
-    num_wrong = sum(found.num_wrong for found in results)
-    report = {"ok": ok, "num_wrong": num_wrong, "quick": quick, "checks": findings}
-    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _chosen(only: str | None) -> dict[str, Check]:
-    """The checks that run, by name; none if there is no such check or variant."""
-    if only is None:
-        return CHECKS
-    if only in CHECKS:
-        return {only: CHECKS[only]}
-    if only in KINDS:
-        return {"kernels": lambda found, quick: compare(chosen(quick, only), found)}
-    variants = [variant for variant in all_variants() if variant.name == only]
-    return {"kernels": lambda found, _: compare(variants, found)} if variants else {}
+    return run(parser, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -82,8 +83,34 @@ def _rotated(query: Array, angles: Array) -> Array:
     return np.concatenate((*turned, rest), axis=-1)
 
 
-def worst_row(got: Array, want: Array) -> float:
-    """Relative error of the worst row. Rows that must be zero have no error or an infinite one."""
-    size, difference = np.linalg.norm(want, axis=-1), np.linalg.norm(got - want, axis=-1)
+def worst_row(got: Array, want: Array, dtype: mx.Dtype = mx.float32) -> float:
+    """Error of the worst row: ``|got - want| / |max(|want|, m)|``, where ``m`` is the smallest
+    normal number of `dtype`, the maximum is that of each element, and ``|row|`` is the Euclidean
+    norm. Rows that must be zero have no error or an infinite one.
+
+    The bound for a right kernel is ``u + s``: ``u`` is half the eps of `dtype`, ``s`` the relative
+    error of the row before it is rounded to `dtype`. Rounding moves a normal element ``x`` by
+    ``u * |x|`` at most. It moves a subnormal element by half the distance of two subnormal numbers,
+    which is ``u * m`` (``2**-25`` in float16). Both are ``u * max(|x|, m)``, so
+
+        ``|got - want| <= s * |want| + u * |max(|want|, m)| <= (u + s) * |max(|want|, m)|``
+
+    but for ``u * s * |want|``. In a row without subnormal elements ``|max(|want|, m)|`` is
+    ``|want|``.
+
+    An element that is subnormal may also be zero: Metal allows a GPU to flush it. Its error
+    ``|x|`` may be 2,048 times ``u * m``. :func:`flushed` counts such elements."""
+    least = mx.finfo(dtype).smallest_normal
+    size = np.linalg.norm(np.maximum(abs(want), least), axis=-1)
+    may_be = np.where((got == 0) & (abs(want) < least), 0, want)
+    difference = np.linalg.norm(got - may_be, axis=-1)
     of_zero = np.where(difference == 0, 0.0, np.inf) + 0 * difference
-    return float(np.where(size > 0, difference / np.where(size > 0, size, 1), of_zero).max())
+    return float(np.where((want == 0).all(axis=-1), of_zero, difference / size).max())
+
+
+def flushed(got: Array, want: Array, dtype: mx.Dtype) -> int:
+    """How many elements are zero that no rounding makes zero: `want` is subnormal in `dtype`, and
+    not below the smallest subnormal number."""
+    least = mx.finfo(dtype).smallest_normal
+    smallest = least * mx.finfo(dtype).eps
+    return int(((got == 0) & (abs(want) >= smallest) & (abs(want) < least)).sum())

@@ -10,10 +10,10 @@ from mlx_paged import ops
 from mlx_paged.doctor import float64
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings, message
+from mlx_paged.doctor.flags import KINDS
 from mlx_paged.doctor.variants import (
     DTYPES,
     FAINT,
-    KINDS,
     QUICK_STEP,
     Variant,
     all_variants,
@@ -75,12 +75,13 @@ def compare(variants: list[Variant], found: Findings) -> None:
     """Run each variant on the default device; a wrong one is a failure."""
     worst = {variant.dtype: (0.0, "none", 0.0) for variant in variants}
     num_failed: Counter[str] = Counter()
+    num_flushed: Counter[str] = Counter()
     num_run = 0
     for variant in found.progress(variants, "variant"):
         if num_failed[variant.kind] == MAX_FAILURES:
             continue
         try:
-            error, allowed = error_of(variant)
+            error, allowed = error_of(variant, num_flushed)
             num_run += 1
             if np.isfinite(error):
                 worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name, allowed))
@@ -99,8 +100,14 @@ def compare(variants: list[Variant], found: Findings) -> None:
     found.lines.append(f"{num_run} of {len(variants)} variants run, on {kernels_in_use()}")
     found.lines.append(
         "largest relative error of an output row; tolerance: eps / 2 of the output's dtype"
-        f" + {SUMS:.1e} for float32 sums; writes and copies: exact"
+        f" + {SUMS:.1e} for float32 sums, elements below the smallest normal number count as"
+        " this number; writes and copies: exact"
     )
+    found.numbers["flushed"] = dict(num_flushed)
+    found.lines += [
+        f"{count} subnormal outputs of {dtype} are zeros: this device flushes them"
+        for dtype, count in num_flushed.items()
+    ]
     for dtype, (error, name, allowed) in worst.items():
         found.numbers[dtype] = {"worst_error": error, "variant": name, "tolerance": allowed}
         found.lines.append(f"{dtype}: {error:.2e} of {allowed:.2e} ({name})")
@@ -122,8 +129,9 @@ def tolerance(dtype: str, is_plain: bool) -> float:
     return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + (TF32 if is_plain else SUMS)
 
 
-def error_of(variant: Variant) -> tuple[float, float]:
-    """Relative error of the worst row, NaN if it read what it must not; the largest right one."""
+def error_of(variant: Variant, num_flushed: Counter[str] | None = None) -> tuple[float, float]:
+    """Relative error of the worst row, NaN if it read what it must not; the largest right one.
+    Adds to `num_flushed`, by dtype of the output, how many subnormal elements are zero."""
     if variant.op != "attention":
         return _edit_error(variant), 0.0
     arrays, options = attention_call(variant)
@@ -142,14 +150,16 @@ def error_of(variant: Variant) -> tuple[float, float]:
     weights, _ = options.pop("return_attn", False), options.pop("shared_prefixes", None)
     options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
     want = float64.attention(*map(to_numpy, arrays), **options)
+    out = to_numpy(got[0] if weights else got)
+    if num_flushed is not None and (count := float64.flushed(out, want[0], q.dtype)):
+        num_flushed[str(q.dtype)] += count
+    error = float64.worst_row(out, want[0], q.dtype)
     if weights:
-        out_error, error = (
-            float64.worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True)
-        )
+        of_weights = float64.worst_row(to_numpy(got[1]), want[1])
         # The weights are float32 and have its tolerance.
-        scaled = error * allowed / tolerance("float32", is_plain)
-        return float(np.max([out_error, scaled])), allowed  # NaN if one of them is
-    return float64.worst_row(to_numpy(got), want[0]), allowed
+        scaled = of_weights * allowed / tolerance("float32", is_plain)
+        error = float(np.max([error, scaled]))  # NaN if one of them is
+    return error, allowed
 
 
 def to_numpy(array: mx.array) -> float64.Array:

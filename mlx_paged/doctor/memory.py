@@ -5,9 +5,9 @@ from random import Random
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.cli import load_model
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.engine.engine import Engine
+from mlx_paged.loading import load_model
 
 MB = 1e6
 MOST_TOKENS = 400  # of a prompt

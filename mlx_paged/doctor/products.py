@@ -76,7 +76,7 @@ def errors_of(dtype: mx.Dtype, rows: int, width: int, heads: int) -> dict[str, f
         "attention": (attend(q, k, v, scale=HEAD_DIM**-0.5, mask="causal"), attended),
         "Hadamard transform": (ops.hadamard(q), exact(q) @ hadamard_matrix(HEAD_DIM)),
     }
-    return {name: float64.worst_row(exact(got), want) for name, (got, want) in cases.items()}
+    return {name: float64.worst_row(exact(got), want, dtype) for name, (got, want) in cases.items()}
 
 
 def hadamard_matrix(width: int) -> float64.Array:

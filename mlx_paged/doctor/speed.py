@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.cli import load_model
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.engine.engine import Engine
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
+from mlx_paged.loading import load_model
 from mlx_paged.metrics.tick_log import PARTS
 
 GB = 1e9

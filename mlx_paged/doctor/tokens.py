@@ -9,13 +9,13 @@ import numpy as np
 from mlx_lm.generate import generate_step
 
 from mlx_paged import ops
-from mlx_paged.cli import load_model
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.float64 import Array
 from mlx_paged.engine.engine import Engine
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
+from mlx_paged.loading import load_model
 from mlx_paged.outputs import Completion
 
 SHARED = "import os\n\n\ndef read_lines(path, encoding=None):\n    with open(path) as file:\n" * 3

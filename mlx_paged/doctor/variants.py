@@ -35,9 +35,6 @@ FAINT = (2.0**-12, 0.0), (2.0**-13, 0.0012)
 """Factors and offsets of some keys and values in quantized pools. The scales of these rows are
 denormal in float16: a GPU could take them for zeros."""
 
-KINDS = "decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"
-"""What a variant is one of: each kind has kernels of its own."""
-
 QUICK_STEP = 11
 """A quick check takes every so many-th variant. No number of values above is a multiple of it."""
 
@@ -150,8 +147,9 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
 
 
 def normal(rng: np.random.Generator, *sizes: int) -> Array:
-    """Random numbers, float32."""
-    return rng.standard_normal(sizes, np.float32)
+    """Random numbers, float32. None is subnormal in float16: a GPU could take it for zero."""
+    numbers = rng.standard_normal(sizes, np.float32)
+    return np.copysign(np.maximum(abs(numbers), np.finfo(np.float16).smallest_normal), numbers)
 
 
 Sizes = tuple[int, int, int, int]

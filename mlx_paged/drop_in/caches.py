@@ -15,9 +15,9 @@ from mlx_paged.arguments import memory, optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.pool_layer import layer_of
-from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, pool_of
+from mlx_paged.drop_in.shared_pool import pool_of
 from mlx_paged.kv.memory import device_memory
-from mlx_paged.ops.formats import KVBits, checked_bits
+from mlx_paged.options import BLOCK_SIZE, KVBits, checked_bits
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, REFUSED, leaves, model_type, require_model
 
 

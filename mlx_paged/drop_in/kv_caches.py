@@ -18,7 +18,8 @@ from mlx_paged.drop_in.shared_pool import PagedSequence
 from mlx_paged.drop_in.stored_arrays import StoredArray
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import checked_bits, dims_of
+from mlx_paged.ops.formats import dims_of
+from mlx_paged.options import checked_bits
 
 DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
 ROTATED = " rotated"  # behind kv_bits in a saved state

@@ -26,8 +26,8 @@ from mlx_paged.drop_in.prompt_cache_bytes import (
     stock_trim_to,
     trim_to,
 )
-from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 from mlx_paged.drop_in.stored_arrays import stored_arrays_hook
+from mlx_paged.options import BLOCK_SIZE
 from mlx_paged.runner.model_probe import model_type
 
 OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"

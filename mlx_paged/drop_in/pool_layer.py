@@ -10,10 +10,10 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.drop_in.layer_arrays import LayerArrays
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, PagedSequence, SharedPool, loose_pool
+from mlx_paged.drop_in.shared_pool import PagedSequence, SharedPool, loose_pool
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import BLOCK_SIZE, KVBits
 
 
 class PoolLayer(LayerArrays):

@@ -25,12 +25,11 @@ from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.shapes import KVShape, block_bytes
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import BLOCK_SIZE, KVBits
 from mlx_paged.runner.compiled_decode import free_graphs_with_thread
 from mlx_paged.runner.device_errors import noted
 
 FEWEST_NEW_BLOCKS = 16
-BLOCK_SIZE = 16
 Options = tuple[int, int | None, int | None, KVBits]  # block_size, kv_memory, window, kv_bits
 
 

@@ -17,10 +17,10 @@ from mlx_paged.arguments import (
     require_paths,
     require_positive,
 )
+from mlx_paged.options import MAX_DRAFTS, Policy, PreemptionPolicy
 from mlx_paged.runner.model_probe import require_model
 from mlx_paged.runner.pooled_model import PoolConfig
-from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
+from mlx_paged.scheduler.ngram import NgramDrafter
 
 DRAFTERS = {"ngram": NgramDrafter}  # what may guess tokens, by the value of `speculate`
 

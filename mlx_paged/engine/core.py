@@ -100,6 +100,10 @@ class EngineCore:
         """Counters and levels of the engine as plain JSON values: see docs/metrics.md."""
         return self._recorder.metrics()
 
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise the ValueError that :meth:`add_request` raises for this prompt, if it does."""
+        self._encode(prompt)
+
     @exclusive
     def add_request(
         self,

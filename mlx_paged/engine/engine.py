@@ -22,10 +22,10 @@ from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import TickLog
+from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.vision.host import hosted
 from mlx_paged.vision.sight import SeenPrompt

@@ -134,6 +134,8 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "output": (
         ("--output", str, None, "FILE.jsonl", "write a JSON line per completion, as they finish"),
         ("--resume", SWITCH, False, "", "skip the prompts that --output has an answer to"),
+        ("--overwrite", SWITCH, False, "", "replace an --output file that is not empty"),
+        ("--no-logprobs", SWITCH, False, "", "leave the log-probabilities out of --output"),
         ("--stats-json", str, None, "FILE", "write statistics of the run as JSON"),
         ("--verbose", _switch, True, "{True,False}", "False: no progress, no statistics on stderr"),
     ),

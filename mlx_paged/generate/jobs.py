@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.server import process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
 from mlx_paged.outputs import Completion, likeliest
@@ -139,10 +140,11 @@ def make_job(
     return Job(number, spec, tokens, params, n, args)
 
 
-def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
-    """Queue the jobs; returns the request ids of each. Raises ValueError, which names the source of
-    a prompt that the engine refuses."""
-    ids = []
+def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[int, str]]:
+    """Queue the jobs. Returns the request ids of each, and why the engine refuses a prompt, by the
+    number of its job: such a prompt, one that is too long, has no id and fails alone. Raises
+    ValueError, which names the first prompt's source, if the engine refuses all prompts."""
+    ids, refusals = list[list[int]](), dict[int, str]()
     given = jobs[0].spec.options if jobs else {}
     if jobs and jobs[0].params.json_schema is not None and not given.get("json_schema"):
         try:
@@ -154,8 +156,11 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
         try:
             ids.append(job.add(engine))
         except ValueError as error:
-            raise ValueError(f"{job.spec.source}: {one_line(error)}") from error
-    return ids
+            ids.append([])
+            refusals[job.number] = one_line(error)
+    if jobs and len(refusals) == len(jobs):
+        raise ValueError(f"{jobs[0].spec.source}: {refusals[jobs[0].number]}")
+    return ids, refusals
 
 
 def one_line(error: BaseException) -> str:
@@ -199,8 +204,7 @@ def _encode(
     try:
         process_message_content([m for m in messages if not has_image(m.get("content"))])
         messages = in_parts(messages) if only_parts else messages
-        options |= {"tokenize": False} | (args.chat_template_config or {})
-        text = tokenizer.apply_chat_template(messages, **options)
+        text = rendered(tokenizer, messages, **options | (args.chat_template_config or {}))
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     if eyes and images:

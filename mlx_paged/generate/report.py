@@ -1,6 +1,7 @@
 """Shows the progress, prints the texts and the statistics."""
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
@@ -13,21 +14,49 @@ from mlx_paged.metrics.tick_log import PHASES
 
 RULE = "=" * 10
 MB = 10**6
+LINE_SECONDS = 60.0  # between lines of progress where there is no terminal
 BRIEF_DELAY = 0.5  # seconds until the bar of a single prompt comes
 
 
-def progress_bar(total: int, *, is_shown: bool, is_brief: bool) -> tqdm:
-    """A bar of `total` texts on stderr, if that is a terminal. A brief one comes only if the work
+class Progress:
+    """Shows on stderr how many of `total` texts are finished: in a bar if stderr is a terminal,
+    else in a line after each `LINE_SECONDS`. The bar of a single prompt comes only if the work
     takes long, and goes at its end."""
-    return tqdm(
-        total=total,
-        file=sys.stderr,
-        disable=None if is_shown else True,
-        miniters=0,  # a step that ends no text is progress, too
-        delay=BRIEF_DELAY if is_brief else 0,
-        leave=not is_brief,
-        bar_format="{n}/{total} texts |{bar}| {elapsed}<{remaining}{postfix}",
-    )
+
+    def __init__(self, total: int, *, is_shown: bool, is_brief: bool) -> None:
+        self._total = total
+        self._has_lines = is_shown and not sys.stderr.isatty()
+        self._started = self._next_line = time.monotonic()
+        self._next_line += LINE_SECONDS
+        self._bar = tqdm(
+            total=total,
+            file=sys.stderr,
+            disable=None if is_shown else True,
+            miniters=0,  # a step that ends no text is progress, too
+            delay=BRIEF_DELAY if is_brief else 0,
+            leave=not is_brief,
+            bar_format="{n}/{total} texts |{bar}| {elapsed}<{remaining}{postfix}",
+        )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def show(self, done: int, details: str) -> None:
+        """Show that `done` texts are finished, and what the steps have computed."""
+        self._bar.set_postfix_str(details, refresh=False)
+        self._bar.update(done - self._bar.n)
+        now = time.monotonic()
+        if self._has_lines and now >= self._next_line:
+            self._next_line = now + LINE_SECONDS
+            elapsed = tqdm.format_interval(now - self._started)
+            line = f"{elapsed} {done}/{self._total} texts, {details}"
+            print(line, file=sys.stderr, flush=True)
 
 
 def progress_of(engine: Engine, prompt_tokens: int) -> str:
@@ -61,14 +90,15 @@ def _stats(engine: Engine) -> Iterator[str]:
         rate = stats[f"{name}_tokens_per_sec"]
         yield f"{name.capitalize()}: {stats[f'{name}_tokens']} tokens, {rate:.3f} tokens-per-sec"
     if (ttft := stats["ttft_median_s"]) is not None:
-        yield f"First token: after {ttft:.3f} s (median), {stats['ttft_max_s']:.3f} s at most"
+        queued = f"{ttft:.3f} s (median), {stats['ttft_max_s']:.3f} s at most"
+        yield f"First token: {queued} after the prompt was queued"
     yield (
-        f"K/V: {stats['peak_kv_bytes'] / MB:.3f} MB of blocks at most, with room for whole prompts;"
-        f" {stats['peak_live_kv_bytes'] / MB:.3f} MB of computed tokens, for which"
-        f" one cache for each sequence has {stats['contiguous_kv_bytes'] / MB:.3f} MB"
+        f"K/V: peak {stats['peak_kv_bytes'] / MB:.3f} MB"
+        f" ({stats['peak_live_kv_bytes'] / MB:.3f} MB filled);"
+        f" mlx-lm's caches: {stats['contiguous_kv_bytes'] / MB:.3f} MB"
     )
     if drafts := stats["drafts"]:
-        yield f"Drafts: {stats['accepted_drafts']} of {drafts} guessed tokens were right"
+        yield f"Drafts: {stats['accepted_drafts']} of {drafts} were accepted"
     if count := stats["preemptions"]:
         yield f"The K/V pool was full: requests lost their K/V {count} times (see --kv-memory)"
     if causes := ", ".join(f"{n} {cause}" for cause, n in ticks["spike_causes"].items()):

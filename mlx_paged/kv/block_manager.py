@@ -17,7 +17,7 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 
 LayerKV = tuple[mx.array, mx.array]
 PrefillForward = Callable[[mx.array, int], Sequence[LayerKV]]

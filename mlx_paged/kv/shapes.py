@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from mlx_paged.ops.formats import Format, KVBits, checked_bits, formats
+from mlx_paged.ops.formats import Format, formats
+from mlx_paged.options import KVBits, checked_bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """DiskStore: writes and reads records on threads of its own. Knows no mlx."""
 
 import errno
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -189,7 +190,8 @@ class DiskStore:
         self._written += len(payload)
         try:
             if self._written > DAILY_WRITES * self._packs.max_bytes:
-                self.dropped["budget"] += 1
+                times = f"{DAILY_WRITES} times its size was written in 24 hours"
+                self._give_up("budget", f"{times}: no more is written until these have passed")
             elif self.is_writable:
                 location, removed = self._packs.append(self._identity, key, payload)
                 self._index[key] = location
@@ -198,12 +200,20 @@ class DiskStore:
                     if pack in removed:
                         self._index.pop(old, None)
         except OSError as error:
-            self.dropped["full" if error.errno == errno.ENOSPC else "unwritable"] += 1
+            reason = "full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "unwritable"
+            again = f"a write is tried again every {PAUSE:g} s"
+            self._give_up(reason, f"{error.strerror}: {again} and not reported again")
             self._resume = monotonic() + PAUSE
         finally:
             del self._pending[key]
             with self._lock:
                 self._staged -= len(payload)
+
+    def _give_up(self, reason: str, problem: str) -> None:
+        """Count a record that is not written; tell the log of the first one of each reason."""
+        if not self.dropped[reason]:
+            logging.warning("K/V on disk %s: %s", self._packs.directory, problem)
+        self.dropped[reason] += 1
 
     def _read(self, load: Load, wanted: Sequence[Any], rows: dict[int, Any]) -> None:
         with load.gate:

@@ -1,5 +1,7 @@
 """The paged ops. Only this folder imports the compiled module."""
 
+import mlx.core  # noqa: F401  registers the array type that the compiled module shares
+
 from mlx_paged import _ext
 from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,

@@ -10,10 +10,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_paged.arguments import shown
-
 GROUP = 64
-KVBits = int | str | None
 
 
 class Format(NamedTuple):
@@ -53,20 +50,6 @@ def formats(kv_bits: int | None, dtype: mx.Dtype) -> tuple[Format, Format]:
     """The formats of keys and values of a model's `dtype`."""
     plain = Format(8 * dtype.size, dtype)
     return (plain, plain) if kv_bits is None else FORMATS[kv_bits]
-
-
-def checked_bits(where: str, kv_bits: KVBits) -> int | None:
-    """`kv_bits` as a key of :data:`FORMATS`, or None. Raises ValueError if there is no such
-    format."""
-    if kv_bits is None or (type(kv_bits) is int and kv_bits in FORMATS):
-        return kv_bits
-    name = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else ""
-    if name in ("8,8", *map(str, FORMATS)):
-        return int(name[0])
-    raise ValueError(
-        f"[{where}] kv_bits is {shown(kv_bits)}: expected 8, 6 or 4. Other numbers of bits"
-        " change the output more than these: docs/kv-quantization.md"
-    )
 
 
 def format_of(cache: mx.array) -> Format:

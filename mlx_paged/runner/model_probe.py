@@ -23,7 +23,7 @@ from mlx_paged.attention.sdpa_hook import (
 from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates, empty_like
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
@@ -81,6 +81,8 @@ class ModelProfile:
         attentions: the kinds of attention of its layers, each once.
         windows: for each entry of `shapes` the tokens that a query sees at most; None: all.
         last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
+        heads_take_rows: the output projection can compute some of a forward's rows, and the output
+            then has these rows alone.
         untraceable: why no graph can compute the decodes of several buckets; None: nothing.
     """
 
@@ -92,6 +94,7 @@ class ModelProfile:
     attentions: tuple[AttentionKind, ...]
     windows: tuple[int | None, ...]
     last_layer_narrows: bool
+    heads_take_rows: bool
     untraceable: str | None
 
     def quantized(self, kv_bits: KVBits) -> "ModelProfile":
@@ -197,6 +200,7 @@ def probe(model: nn.Module) -> ModelProfile:
         attentions=tuple(dict.fromkeys(kinds)),
         windows=tuple(map(_widest, traces)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),
+        heads_take_rows=_heads_take_rows(model, batched=batching is not Batching.SINGLE),
         untraceable=untraceable,
     )
 
@@ -286,6 +290,22 @@ def _narrows(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
     except (ValueError, TypeError):
         return False
     return written[-1:] == [sum(recorder.shape is not None for recorder in recorders)]
+
+
+def _heads_take_rows(model: nn.Module, batched: bool) -> bool:
+    """Whether the model's output projection can compute some rows of a chunk and, if `batched`, of
+    a batch. A module that wraps the projection may add what belongs to all rows."""
+    layouts = [(1, TRACE_ROWS, 1), (TRACE_ROWS, 1, 0)]
+    for rows, length, axis in layouts if batched else layouts[:1]:
+        caches = _recording_caches(model, rows)
+        try:
+            with attention_hook(), LogitRows.of(model).only(mx.array(SAMPLED_ROWS), axis):
+                logits = model(mx.zeros((rows, length), mx.int32), cache=caches)
+        except Exception:  # whatever a model raises of shapes that do not fit
+            return False
+        if logits.shape[axis] != len(SAMPLED_ROWS):
+            return False
+    return True
 
 
 def make_caches(model: nn.Module, pool: KVPool, places: Sequence[LayerPlace | None]) -> list[Any]:

@@ -112,6 +112,7 @@ class ModelRunner:
         self.states = RecurrentStates(states, diverted)
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
+        self._heads_take_rows = profile.heads_take_rows
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         with self._lock:
             self.cpu_layers = CPULayers(model, cpu_linear)
@@ -380,10 +381,12 @@ class ModelRunner:
                 scores = compiled(batch)
             return scores.logits, scores
         axis, rows = 0 if are_rows else 1, None if batch.samples_all else batch.sampled_rows
-        selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
+        selected: AbstractContextManager[None] = nullcontext()
+        if rows is not None:
+            selected = self.logit_rows.only(rows, axis, by_heads=self._heads_take_rows)
         with selected, states, self._narrowed(batch):
             logits = self._graph(batch.inputs, batch.forwards, **seen)
-        if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
+        if rows is not None and not self.logit_rows.were_taken:
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)[: batch.num_tokens if rows is None else None], None
 

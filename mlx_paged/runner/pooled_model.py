@@ -38,7 +38,7 @@ from mlx_paged.kv.memory import (
     promise_snapshots,
 )
 from mlx_paged.kv.pool import KVPool, planned_block_bytes
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner

@@ -1,9 +1,11 @@
 """Compute only the sampled rows where the others are not needed: logits and the last layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import RLock, local
 from typing import Any, TypeVar
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,10 +15,12 @@ _Kept = TypeVar("_Kept")
 
 
 class _Wanted(local):
-    """Rows of the projection's input that each thread needs; None: all of them."""
+    """Rows of a tensor that each thread needs; None: all of them, or they have been taken."""
 
     rows: mx.array | None = None
     axis = 0
+    by_heads = True  # whether output projections may take them
+    were_taken = False
 
 
 class LogitRows:
@@ -24,41 +28,69 @@ class LogitRows:
 
     The projection (or the tied embedding) gets a subclass that first takes these rows of its input.
     Parameters and the module tree do not change. The subclass acts only within :meth:`only`, and
-    only in that thread.
+    only in that thread. A projection that another module wraps meanwhile takes no rows any more:
+    the wrapper may compute with all rows beside it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._wanted = _Wanted()
+        self._model = ref(model)
         for name, module in model.named_modules():
-            is_head = name.rsplit(".", 1)[-1] in HEAD_NAMES
-            if is_head and isinstance(module, nn.Linear | nn.QuantizedLinear):
-                override(module, "__call__", self._project)
+            path = name.split(".")
+            project = partial(self._project, path)
+            if path[-1] in HEAD_NAMES and isinstance(module, nn.Linear | nn.QuantizedLinear):
+                override(module, "__call__", project)
             elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-                override(module, "as_linear", self._project)
+                override(module, "as_linear", project)
 
     @classmethod
     def of(cls, model: nn.Module) -> "LogitRows":
         """The model's own; engines on the same model share it."""
         return attached_to(model, "logit_rows", cls)
 
+    @property
+    def were_taken(self) -> bool:
+        """Whether the latest forward of this thread within :meth:`only` has taken the rows. If not,
+        its output has all rows."""
+        return self._wanted.were_taken
+
     @contextmanager
-    def only(self, rows: mx.array | None, axis: int) -> Iterator[None]:
-        """Within this context the projection computes only `rows` ``[R]`` of its input's `axis`;
-        None: all of them."""
-        self._wanted.rows, self._wanted.axis = rows, axis
+    def only(self, rows: mx.array | None, axis: int, by_heads: bool = True) -> Iterator[None]:
+        """Within this context a forward computes the logits of `rows` ``[R]`` of its input's `axis`
+        only; None: of all rows. Unless `by_heads`, only :meth:`take` takes them."""
+        wanted = self._wanted
+        wanted.rows, wanted.axis, wanted.by_heads, wanted.were_taken = rows, axis, by_heads, False
         try:
             yield
         finally:
-            self._wanted.rows = None
+            wanted.rows = None
 
     def take(self, x: mx.array) -> mx.array:
         """The rows of `x` that are needed. The projection then takes its whole input."""
         rows, self._wanted.rows = self._wanted.rows, None
-        return x if rows is None else mx.take(x, rows, axis=self._wanted.axis)
+        if rows is None:
+            return x
+        self._wanted.were_taken = True
+        return mx.take(x, rows, axis=self._wanted.axis)
 
-    def _project(self, projection: Callable[..., mx.array], x: mx.array) -> mx.array:
-        rows = self._wanted.rows
-        return projection(x if rows is None else mx.take(x, rows, axis=self._wanted.axis))
+    def _project(
+        self, path: Sequence[str], projection: Callable[..., mx.array], x: mx.array
+    ) -> mx.array:
+        wanted = self._wanted
+        if wanted.rows is None or not wanted.by_heads or not self._is_at(path, projection):
+            return projection(x)
+        wanted.were_taken = True
+        return projection(mx.take(x, wanted.rows, axis=wanted.axis))
+
+    def _is_at(self, path: Sequence[str], projection: Any) -> bool:
+        """Whether the module of this method is where it was found."""
+        found: Any = self._model()
+        for name in path:
+            if isinstance(found, list | tuple):
+                found = found[int(name)]
+            else:
+                found = found.get(name) if isinstance(found, dict) else None
+        return found is projection.__self__
 
 
 class _Attached(dict[str, Any]):

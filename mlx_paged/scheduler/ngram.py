@@ -4,6 +4,7 @@ from array import array
 
 import numpy as np
 
+from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
 
 NGRAM = 3  # tokens whose latest earlier occurrence a draft follows; also the longest edit
@@ -14,10 +15,6 @@ FORGETTING = 0.97
 forgotten ten times as slowly."""
 
 PRIOR = 4.0  # weight of all requests' guesses beside a request's own, in guesses
-
-MAX_DRAFTS = 15
-"""Drafts of a request in a step at most: with its newest token, 16 rows of one sequence are
-attended together."""
 
 FACTORS = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 

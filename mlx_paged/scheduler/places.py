@@ -8,8 +8,9 @@ from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv_disk.tier import KVDiskTier
+from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
+from mlx_paged.scheduler.policies import WaitingQueue, choose_preempted
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
 from mlx_paged.scheduler.step import Step
 

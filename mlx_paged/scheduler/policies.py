@@ -1,22 +1,14 @@
 """Which waiting request is admitted next, and which running one is preempted. Knows no mlx."""
 
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 
 AGEING = 1000.0
 """Tokens per second, for `Policy.SHORTEST`. Without it a long prompt might wait forever."""
-
-
-class Policy(StrEnum):
-    """The order in which waiting requests are admitted."""
-
-    FCFS = "fcfs"  # first come, first served
-    PRIORITY = "priority"  # lower numbers first, then by arrival
-    SHORTEST = "shortest"  # shorter prompts first; waiting makes a prompt count as shorter
 
 
 class _Entry(NamedTuple):
@@ -104,14 +96,6 @@ class WaitingQueue:
                 heapify(heap)
             while heap and not self._is_live(heap[0]):
                 heappop(heap)
-
-
-class PreemptionPolicy(StrEnum):
-    """Which running request is preempted. It is computed again later, with the same result."""
-
-    NEWEST = "newest"  # the last to arrive: repeats the fewest steps, and no request starves
-    LONGEST = "longest"  # the most tokens in the pool: causes the fewest preemptions
-    FEWEST_GENERATED = "fewest-generated"  # delays the request with the least visible progress
 
 
 _RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {

@@ -1,7 +1,8 @@
 """Which prompts overtake a long one, and how they share a step. Knows no mlx."""
 
+from mlx_paged.options import Policy
 from mlx_paged.request import Request
-from mlx_paged.scheduler.policies import Policy, WaitingQueue
+from mlx_paged.scheduler.policies import WaitingQueue
 from mlx_paged.scheduler.step import Step
 
 PATIENCE = 32  # a prompt is overdue after so many more steps with shorter prompts than without

@@ -12,36 +12,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mlx_paged.arguments import missing
-from mlx_paged.cli import demo_model_path
-from mlx_paged.server import flags, sockets
-from mlx_paged.server.log_format import Formatter
+from mlx_paged.starting import start
 
 if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missing
     from mlx_paged.server.listener import Server
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until Ctrl-C or SIGTERM. Returns the exit status: 0, or 2 after a mistake."""
+    """Serve until Ctrl-C or SIGTERM, which raise KeyboardInterrupt. Returns 2 after a mistake."""
+    from mlx_paged.arguments import UntestedVersionError, missing, require_versions
+    from mlx_paged.server import flags
+
     args = flags.parse(argv)
     _log_to_stderr(args.log_level)
     try:
+        require_versions()
         with serving(args) as server:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again
             logging.info("serving %s on %s", args.model, server.url)
             server.run()
         return 0
-    except KeyboardInterrupt:
-        return 0
     except ModuleNotFoundError as error:
         message = missing(str(error.name), "server")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, UntestedVersionError) as error:
         message = str(error)
     print(f"mlx_paged.server: error: {message}", file=sys.stderr)
     return 2
 
 
 def _log_to_stderr(level: str) -> None:
+    from mlx_paged.server.log_format import Formatter
+
     handler = logging.StreamHandler()
     handler.setFormatter(Formatter("%(asctime)s - %(levelname)s - %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -52,6 +53,8 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
     """A server that listens. Its ``run`` answers requests and may run in any thread. Raises
     ValueError for a model, an option or the address, OSError for a file of TLS,
     ModuleNotFoundError without the extra "server"."""
+    from mlx_paged.cli import demo_model_path
+    from mlx_paged.server import sockets
     from mlx_paged.server.listener import Server
     from mlx_paged.server.models import Models
 
@@ -70,4 +73,4 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start(main, interrupted=0)

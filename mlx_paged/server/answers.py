@@ -4,11 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ticket import Ticket
-from mlx_paged.outputs import TokenOutput
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.server import prompts, thinking
 from mlx_paged.server.choices import CompletionChoice
@@ -29,6 +28,7 @@ from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal, refusing
 from mlx_paged.server.request_log import GONE, record_of
+from mlx_paged.server.tickets import Tickets
 
 COMMENT_AFTER_S = 0.08
 PATIENCE_S = 10.0  # for a prompt to be read: a comment begins the stream, and hides the status
@@ -195,34 +195,40 @@ class Answer:
     async def _pieces(self) -> AsyncGenerator[tuple[CompletionChoice, Delta]]:
         """The choices' new parts as they come. Raises Refusal instead, or after some of them."""
         fields, metrics = self.fields, self.state.metrics
-        count = fields["best_of"] * len(fields.get("prompt", [0]))
-        async with self.state.models.use(self.path, count) as model, AsyncExitStack() as stack:
+        samples, num_prompts = fields["best_of"], len(fields.get("prompt", [0]))
+        count = num_prompts * samples
+        places = min(count, max(samples, self.state.args.decode_concurrency))  # at a time
+        async with self.state.models.use(self.path, places) as model, AsyncExitStack() as stack:
             self.ignore(thinking.template_args(model, fields)[1])
-            source = self.names.get(fields["constrained_by"], fields["constrained_by"])
-            with refusing({**self.names, **dict.fromkeys(GRAMMARS, source)}):
+            self.ignore(prompts.without_effect(model, fields))
+            with self._refusing():
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
                 sights = [getattr(prompt.tokens, "sight", None) for prompt in self.prompts]
                 stack.enter_context(model.holding(sum(s.nbytes for s in sights if s is not None)))
                 for each in params:
                     if each.constraint is not None:  # in one thread: others keep theirs
-                        await run(self.state.compiles, model.service.compile, each)
-                tickets = await asyncio.to_thread(self._submit, model, params)
+                        await run(self.state.compiles, self._compile, model, each)
+                submit = partial(self._submit, model, params)
+                tickets = Tickets(submit, num_prompts, samples, places)
+                await tickets.begin()
             self.submitted.set()
             self.choices = [
-                CompletionChoice(index, model, fields, self.prompts[index // fields["best_of"]])
+                CompletionChoice(index, model, fields, self.prompts[index // samples])
                 for index in range(count)
             ]
             told = [self.arrived] * count  # when a choice got its latest token
             try:
-                async for index, output in _outputs(tickets):
+                async for index, output in tickets.outputs():
                     choice, now = self.choices[index], time.monotonic()
                     self.first_seconds = self.first_seconds or now - self.arrived
                     metrics.token(self.path, now - told[index], not choice.num_tokens)
                     told[index] = now
-                    delta = choice.add(output)
+                    # Log-probabilities are described beside the event loop.
+                    add = partial(choice.add, output)
+                    delta = await run(self.state.describers, add) if fields["logprobs"] else add()
                     if choice.is_cut and choice.completion is None:
-                        tickets[index].abort()
+                        tickets.abort(index)
                     if choice.failure:
                         raise choice.failure
                     yield choice, delta
@@ -233,8 +239,8 @@ class Answer:
                 raise Refusal(500, "the answer could not be made") from error
             finally:
                 now = time.monotonic()
-                for ticket, choice in zip(tickets, self.choices, strict=True):
-                    ticket.abort()
+                tickets.close()
+                for choice in self.choices:
                     done, reason = choice.completion, choice.engine_reason
                     times = (None,) if done is None else (now - self.arrived, done.queue_s)
                     metrics.ended(self.path, reason, *times)
@@ -245,23 +251,45 @@ class Answer:
         self.prompts = prompts.encode(model, fields, args.chat_template_args)
         return [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
 
-    def _submit(self, model: Model, params: list[SamplingParams]) -> list[Ticket]:
-        fields = self.fields
+    def _compile(self, model: Model, params: SamplingParams) -> None:
+        """Compile a grammar. If that of "a call or an answer" is wrong, find which of both is."""
+        try:
+            model.service.compile(params)
+        except ValueError:
+            if prompts.may_answer_or_call(self.fields):
+                model.service.compile(SamplingParams(**self.fields["constraint"]))
+                with refusing(dict.fromkeys(GRAMMARS, "tools")):
+                    raise
+            raise
+
+    def _refusing(self) -> AbstractContextManager[None]:
+        """Refuses a request with the errors of the engine, in the names of its API."""
+        source = self.names.get(self.fields["constrained_by"], self.fields["constrained_by"])
+        return refusing({**self.names, **dict.fromkeys(GRAMMARS, source)})
+
+    async def _submit(
+        self, model: Model, params: list[SamplingParams], first: int, last: int
+    ) -> list[Ticket]:
+        """Add the prompts from `first` up to `last` to the engine."""
+        fields, given = self.fields, self.prompts[first:last]
         options = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
 
         def add(engine: Engine) -> list[int]:
             ids: list[int] = []
+            for prompt in self.prompts if first == 0 else ():  # none is refused later
+                engine.check_prompt(prompt.tokens)
             try:
-                for prompt, own in zip(self.prompts, params, strict=True):
-                    given = prompt.tokens, fields["best_of"], own
-                    ids += engine.add_samples(*given, turn_ends=prompt.turn_ends, **options)
+                for prompt, own in zip(given, params[first:last], strict=True):
+                    sampled = prompt.tokens, fields["best_of"], own
+                    ids += engine.add_samples(*sampled, turn_ends=prompt.turn_ends, **options)
             except ValueError:
                 for request_id in ids:
                     engine.abort(request_id)
                 raise
             return ids
 
-        return model.service.adopt(add)
+        with self._refusing():
+            return await asyncio.to_thread(model.service.adopt, add)
 
     def _best(self) -> list[CompletionChoice]:
         """The `n` likeliest of the choices of each prompt."""
@@ -293,38 +321,3 @@ def _event(content: dict[str, Any]) -> bytes:
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _to_the_end(ticket: Ticket) -> AsyncGenerator[TokenOutput]:
-    """A ticket's outputs. The last one has the completion, also after an abort."""
-    completion = None
-    try:
-        async for output in ticket:
-            completion = output.completion
-            yield output
-        if completion is None:
-            yield TokenOutput.last(ticket.result())
-    except Exception as error:  # the error that ended the service
-        status = 503 if isinstance(error, ConnectionError) else 500  # another rank has gone
-        raise Refusal(status, f"the engine failed: {error}") from error
-
-
-async def _outputs(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, TokenOutput]]:
-    """The outputs of all tickets as they come, each with the index of its ticket."""
-    if len(tickets) == 1:
-        async for output in _to_the_end(tickets[0]):
-            yield 0, output
-        return
-    readers = [_to_the_end(ticket) for ticket in tickets]
-    waiting = {asyncio.ensure_future(anext(reader)): i for i, reader in enumerate(readers)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index = waiting.pop(task)
-                with suppress(StopAsyncIteration):
-                    yield index, task.result()
-                    waiting[asyncio.ensure_future(anext(readers[index]))] = index
-    finally:
-        for task in waiting:
-            task.cancel()

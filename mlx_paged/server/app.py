@@ -128,12 +128,12 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     state = app.state
     state.long_bodies, state.compiles = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-    state.images = ThreadPoolExecutor(NUM_DECODERS)
+    state.images, state.describers = ThreadPoolExecutor(NUM_DECODERS), ThreadPoolExecutor(2)
     unloading = loop.create_task(app.state.models.unload_idle())
     yield
     unloading.cancel()
     state.long_bodies.shutdown(wait=False)
-    for executor in (state.compiles, state.images):
+    for executor in (state.compiles, state.images, state.describers):
         executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -223,6 +223,7 @@ async def _complete(request: Request) -> Answer | Response:
         fields, unknown = await run(threads, _fields, raw, url, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
+        _check_count(fields, args)
     if any(has_image(message.get("content")) for message in fields.get("messages", ())):
         threads = state.images
     path = await asyncio.to_thread(models.path, fields["model"])
@@ -231,6 +232,19 @@ async def _complete(request: Request) -> Answer | Response:
     if url == COUNT_TOKENS:
         return JsonAnswer({"input_tokens": await count_tokens(answer)}, headers=answer.headers)
     return answer
+
+
+def _check_count(fields: Fields, args: argparse.Namespace) -> None:
+    """ValueError for more completions than the server may ever take for one request."""
+    samples, places = fields["best_of"], args.decode_concurrency + args.max_queue
+    if samples > places:
+        name = "n" if fields["n"] == samples else "best_of"
+        limit = "--decode-concurrency and --max-queue"
+        raise ValueError(f"{name}: expected at most {places}, the places of {limit}, got {samples}")
+    count = samples * len(fields.get("prompt", [0]))
+    if count > args.max_prompts:
+        limit = f"at most --max-prompts {args.max_prompts} prompts, counted for each sample"
+        raise ValueError(f"prompt: expected {limit}, got {count}")
 
 
 async def _body(request: Request, most: int) -> bytes:

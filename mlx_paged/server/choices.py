@@ -1,22 +1,20 @@
-"""One choice of an answer: splits its text into content, reasoning and tool calls."""
+"""One choice of an answer: its text, its thoughts and its calls of tools, in their order."""
 
-import json
 import math
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import ToolCallFormatter
-
 from mlx_paged.engine.spelling import Spelling, spelling_of
 from mlx_paged.engine.text import StopStrings
+from mlx_paged.formats.events import Call, Event, Thought
+from mlx_paged.formats.parser import Parser, Whole
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.server.deltas import Delta, Placed
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.json_text import can_be_written
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal
@@ -45,8 +43,8 @@ class TextOffsets:
 
 
 class CompletionChoice:
-    """Collects the tokens of one completion, which is choice `index` of the answer. The model finds
-    reasoning and tool calls in its text. Stop strings count in the text only."""
+    """Collects the tokens of one completion, which is choice `index` of the answer. The format of
+    the model finds thoughts and calls. Stop strings count in the content only."""
 
     def __init__(self, index: int, model: Model, fields: Fields, prompt: Prompt) -> None:
         self.index = index
@@ -57,18 +55,22 @@ class CompletionChoice:
         self.completion: Completion | None = None  # None until the last token
         self._fields = fields
         self._model = model
-        self._tokenizer = tokenizer = model.tokenizer
-        tools = fields.get("tools") or None
-        self._parse = ToolCallFormatter(tokenizer.tool_parser, tools, fields["stream"])
-        self._state = model.machines[tools is not None].make_state(prompt.state)
+        self._tokenizer = model.tokenizer
         self._stop = StopStrings(fields["stop"])
         self._one_call = not fields.get("parallel_tool_calls", True)
         self._prompt, self._echo = prompt, prompt.text
-        self._tool_text: str | None = None  # of a call that has begun
+        self._parser = self._new_parser()
         self._num_calls = 0
         self._offsets = TextOffsets(prompt.text, len(prompt.text))
         self._placed = Placed()
         self._starts: list[int] = []  # of tokens that _text_logprobs has not told yet
+
+    def _new_parser(self) -> Parser:
+        """The parser of the answer; the text of a text completion stays as it is."""
+        if "messages" not in self._fields:
+            return Whole()
+        is_data = bool(self._fields.get("constraint"))
+        return self._model.format.parser(self._fields["tools"], self._prompt.begin, is_data)
 
     @property
     def engine_reason(self) -> str:
@@ -117,14 +119,11 @@ class CompletionChoice:
         if self.is_cut:  # tokens that were computed before the abort
             return delta
         self.num_tokens += output.token is not None
-        self._state, segments = TextStateMachine.split(self._state, output.text)
-        self.num_thoughts += self._state[0] == "reasoning"
-        self._read(segments, delta)
+        self._read(self._parser.feed(output.token, output.text), delta)
+        self.num_thoughts += self._parser.thinks
         if output.completion is not None and not self.is_cut:
-            self._state, rest, state = TextStateMachine.flush(self._state)
-            self._read([(state, rest)], delta)
-            if self._tool_text is not None:
-                self._end_call(delta, "")
+            is_cut = output.completion.finish_reason != FinishReason.STOP
+            self._read(self._parser.finish(is_cut), delta)
             if not self.is_cut:
                 delta.write("text", self._stop.rest())
         if self._fields["logprobs"] and output.token is not None:
@@ -238,54 +237,36 @@ class CompletionChoice:
         )
         return own | {"top_logprobs": others}
 
-    def _read(self, segments: Sequence[tuple[str | None, str]], delta: Delta) -> None:
-        for state, text in segments:
+    def _read(self, events: Iterable[Event], delta: Delta) -> None:
+        """Add what the parser has found. Text that may begin a stop string is held back until more
+        text, a thought or a call follows: a stop string does not go on behind these."""
+        for event in events:
             if self.is_cut:
                 return
-            if state in ("tool", "reasoning"):  # a stop string does not go on behind it
+            if isinstance(event, Call):
                 delta.write("text", self._stop.rest())
-            if state == "tool":
-                self._tool_text = (self._tool_text or "") + text
-                continue
-            if self._tool_text is not None:
-                self._end_call(delta, self._tokenizer.tool_call_end)
-            if state == "reasoning":
-                delta.write("reasoning", text)
+                delta.call(self._in_chat(event))
+                self.is_cut = self._one_call
+            elif isinstance(event, Thought):
+                delta.write("text", self._stop.rest())
+                delta.write("reasoning", event.text)
             elif self.num_tokens <= self._fields["min_tokens"]:
-                delta.write("text", text)
+                delta.write("text", event.text)
             else:
-                delta.write("text", self._stop.feed(text))
-                self.is_cut = self.is_cut or self._stop.stopped
+                delta.write("text", self._stop.feed(event.text))
+                self.is_cut = self._stop.stopped
 
-    def _end_call(self, delta: Delta, end: str | None) -> None:
-        """Deliver a tool call, or its text if that is malformed or unfinished."""
-        text, self._tool_text = self._tool_text, None
-        try:
-            calls = self._parse([text])
-            if not all(map(_is_call, calls)):
-                calls = []
-        except Exception:  # a parser can raise anything
-            calls = []
-        if not calls:
-            start = self._tokenizer.tool_call_start or ""
-            delta.write("text", f"{self._stop.rest()}{start}{text}{end or ''}")
-            return
-        calls = calls[: 1 - self._num_calls] if self._one_call else calls
-        for call in calls:
-            if "index" in call:  # of a stream
-                call["index"] = self._num_calls
-            self._num_calls += 1
-            delta.call(call)
-        self.is_cut = self._one_call
+    def _in_chat(self, call: Call) -> dict[str, Any]:
+        """The next call in the form of chat completions."""
+        function = {"name": call.name, "arguments": call.arguments}
+        own_id = call.id or str(uuid.uuid4())
+        told: dict[str, Any] = {"function": function, "type": "function", "id": own_id}
+        if self._fields["stream"]:
+            told["index"] = self._num_calls
+        self._num_calls += 1
+        return told
 
 
 def _told(logprob: float | None) -> float | None:
     """A log-probability as JSON can have it."""
     return logprob if logprob is None or math.isfinite(logprob) else UNLIKELY
-
-
-def _is_call(call: dict[str, Any]) -> bool:
-    """Whether a call that a parser has found has a name, and nothing in it but proper JSON."""
-    function = call["function"]
-    is_named = isinstance(function.get("name"), str)
-    return is_named and can_be_written(call) and can_be_written(json.loads(function["arguments"]))

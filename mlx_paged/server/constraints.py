@@ -1,22 +1,16 @@
 """What the fields of a request demand of its text, as options of SamplingParams. Imports no mlx."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mlx_paged.sampling_params import JSON_STYLE
+from mlx_paged.formats.format import Format, Function
+from mlx_paged.formats.grammar import json_rule
+from mlx_paged.formats.marks import quoted
 
 Options = Mapping[str, Any]
 NOTHING: Options = MappingProxyType({})
-
-JSON_CALLS = {
-    "json_tools": ("\n", "\n", "", ""),
-    "longcat": ("\n", "\n", "", ""),
-    "mistral": ("", "", "[", "]"),
-}
-"""By tool format of mlx-lm: texts after the start and before the end of a call, or around all calls
-of a format without an end. A call itself is a JSON object with "name" and "arguments"."""
 
 
 def of_fields(body: Mapping[str, Any]) -> tuple[str, Options]:
@@ -81,7 +75,7 @@ KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice"
 """Fields of `structured_outputs`, and of a body behind "guided_"; the options that obey them."""
 
 
-def of_tools(tokenizer: Any, tools: list[dict[str, Any]], name: str | None) -> Options:
+def of_tools(form: Format, tools: list[dict[str, Any]], name: str | None) -> Options:
     """A grammar of one or more calls in the model's own format: of the tool `name`, or of any.
 
     Raises:
@@ -91,62 +85,54 @@ def of_tools(tokenizer: Any, tools: list[dict[str, Any]], name: str | None) -> O
     called = [f for f in functions if name in (None, f.get("name"))]
     if not called or any(not isinstance(f.get("name"), str) for f in called):
         raise ValueError(f"tool_choice: expected one of the tools, got {name or 'required'!r}")
-    module = getattr(tokenizer.tool_parser, "__module__", None) or "none"
-    parser = module.rpartition(".")[2]
-    if parser not in JSON_CALLS:
+    each = [Function(f["name"], f.get("parameters")) for f in called]
+    rules = form.rules(each, name is None)
+    if rules is None:
         raise ValueError(
             f"tool_choice: expected auto or none, for no grammar is known of this model's format "
-            f"of tool calls ({parser}); known are {', '.join(JSON_CALLS)}"
+            f"of tool calls ({form.name or 'none'})"
         )
-    before, after, opening, closing = JSON_CALLS[parser]
-    start = _literal(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
-    end = _literal(tokenizer.tool_call_end, tokenizer.tool_call_end_tokens)
-    more = "" if name else '(", " object)*' if opening else '("\\n" call)*'
-    around = [json.dumps(text) if text else "" for text in (before, after, opening, closing)]
-    if opening:
-        rules = [f"start: {start} {around[2]} object {more} {around[3]}"]
-    else:
-        rules = [f"start: call {more}", f"call: {start} {around[0]} object {around[1]} {end}"]
-    rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(called))))
-    for i, function in enumerate(called):
-        head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
-        rules.append(f'object_{i}: {json.dumps(head)} {_json_rule(schema)} "}}"')
+    return {"grammar": "\n".join(["start: calls", *rules])}
+
+
+def leaves_calls(form: Format, options: Options) -> bool:
+    """Whether :func:`or_calls` knows a grammar: of the model's calls, and around these options."""
+    return "regex" not in options and form.rules([Function("f", None)], True) is not None
+
+
+def or_calls(form: Format, options: Options, tools: list[dict[str, Any]]) -> Options:
+    """A grammar of one or more calls of tools, or else of a text that follows `options`.
+
+    Raises:
+        ValueError: no grammar of this model's format is known.
+    """
+    calls = of_tools(form, tools, None)
+    rules = "start: calls | answer", f"calls: {_nested(calls)}", f"answer: {_nested(options)}"
     return {"grammar": "\n".join(rules)}
 
 
-def after_reasoning(tokenizer: Any, options: Options) -> Options:
+def _nested(options: Options) -> str:
+    """What the options demand, inside a grammar. A regular expression cannot be nested."""
+    if "json_schema" in options:
+        schema = options["json_schema"]
+        return json_rule(json.loads(schema) if isinstance(schema, str) else schema)
+    return f"%lark {{\n{options['grammar']}\n}}"
+
+
+def after_reasoning(form: Format, options: Options) -> Options:
     """The same options for a text that begins in reasoning, which they do not concern.
 
     Raises:
         ValueError: it is a regular expression, which cannot be nested, or the reasoning has no end.
     """
-    end, tokens = tokenizer.think_end, tokenizer.think_end_tokens
-    if "regex" in options or not end:
+    if "regex" in options or form.thoughts is None:
         raise ValueError(
             f"{next(iter(options))}: expected a prompt that does not end in reasoning; "
             "many chat templates take enable_thinking: false in chat_template_kwargs"
         )
-    if "json_schema" in options:
-        schema = options["json_schema"]
-        answer = _json_rule(json.loads(schema) if isinstance(schema, str) else schema)
+    end = form.thoughts.end
+    if form.marks.plain(end) == end:  # its tokens are plain text
+        thought = f"thought[suffix={quoted(end)}]: /(.|\\n)*/"
     else:
-        answer = f"%lark {{\n{options['grammar']}\n}}"
-    if set(tokenizer.get_added_vocab().values()).isdisjoint(tokens):  # its tokens are plain text
-        thought = f"thought[suffix={json.dumps(end)}]: /(.|\\n)*/"
-    else:
-        thought = f"thought: /(.|\\n)*/ {_literal(end, tokens)}"
-    return {"grammar": f"start: thought /\\s{{0,4}}/ {answer}\n{thought}"}
-
-
-def _json_rule(schema: Any) -> str:
-    """A JSON schema inside a grammar."""
-    schema = {"x-guidance": JSON_STYLE} | schema if isinstance(schema, dict) else schema
-    return f"%json {json.dumps(schema)}"
-
-
-def _literal(text: str | None, tokens: Sequence[int] | None) -> str:
-    """A text as a grammar writes it: by its tokens, if they are known, for they may be special."""
-    if not text:
-        return ""
-    return " ".join(f"<[{token}]>" for token in tokens) if tokens else json.dumps(text)
+        thought = f"thought: /(.|\\n)*/ {form.marks.lark(end)}"
+    return {"grammar": f"start: thought /\\s{{0,4}}/ {_nested(options)}\n{thought}"}

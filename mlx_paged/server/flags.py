@@ -5,13 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.utils import _parse_size
-
 from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
+from mlx_paged.formats.registry import FORMATS
+from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.server import keys
 from mlx_paged.server.keys import API_KEY_VARIABLE
 
+FORMAT_NAMES = [form.name for form in FORMATS]
+STYLE_NAMES = [*STYLES, NONE]
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 
@@ -21,6 +23,8 @@ def _names(text: str) -> list[str]:
 
 def _size(text: str) -> int:
     """An argument type: a number of bytes."""
+    from mlx_lm.utils import _parse_size  # slow to import, and seldom needed
+
     try:
         return int(_parse_size(text))
     except (KeyError, ArithmeticError):
@@ -55,6 +59,8 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--chat-template", _template, "", "TEMPLATE", "or a file; replaces the tokenizer's own"),
         ("--use-default-chat-template", SWITCH, False, "", "if the tokenizer has no template"),
         ("--chat-template-args", json.loads, "{}", "JSON", "arguments of the template"),
+        ("--tool-format", FORMAT_NAMES, None, "", "how the model writes calls (default: found)"),
+        ("--reasoning-format", STYLE_NAMES, None, "", "marks of its thoughts (default: found)"),
     ),
     "network": (
         ("--host", str, "127.0.0.1", "HOST", "address to listen on"),
@@ -75,6 +81,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--max-queue", COUNT_OR_NONE, 256, "N", "waiting completions; above it, 503"),
         ("--max-request-bytes", COUNT, 16 << 20, "N", "size of a request body; above it, 413"),
         ("--max-context", COUNT, None, "TOKENS", "of prompt and completion (default: the model's)"),
+        ("--max-prompts", COUNT, 4096, "N", "prompts of a request times n; above it, 400"),
         ("--max-samples", COUNT, 16, "N", "maximum n of a request"),
         ("--strict-fields", SWITCH, False, "", "refuse requests with unknown fields"),
     ),
@@ -129,7 +136,9 @@ def make_parser() -> Parser:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    options = cli.engine_options(args)
+    from mlx_paged import loading  # it loads mlx, which help does not need
+
+    options = loading.engine_options(args)
     if args.kv_memory is None:
         options["kv_memory"] = args.prompt_cache_bytes
     if args.prompt_cache_size == 0:

@@ -67,6 +67,8 @@ def as_chat(body: Fields, counts: bool) -> Fields:
         chat["continue_final_message"] = True
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
+    if any(map(_names_citations, messages)):
+        chat["document.citations"] = True
     tools, ignored = client_tools(body.get("tools"), "custom")
     chat |= ignored | {"tools": [_tool(tool) for tool in tools]}
     choice = body.get("tool_choice") or {}
@@ -175,12 +177,14 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     require(isinstance(content, str | list), name, "text or a list of blocks", content)
     is_blocks = isinstance(content, list)
     blocks = objects(content, name) if is_blocks else [{"type": "text", "text": content}]
+    blocks = _read_documents(blocks, name) if role == "user" else blocks
     parts, calls, thoughts = list[Fields](), list[Fields](), dict[str, Any]()
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
             failed = "Error: " if block.get("is_error") else ""
-            result, answers = failed + text_of(block.get("content"), name), block.get("tool_use_id")
+            answers = block.get("tool_use_id")
+            result = failed + text_of(_read_documents(block.get("content"), name), name)
             require(isinstance(answers, str), f"{name}.tool_use_id", "the id of a call", answers)
             yield {"role": "tool", "tool_call_id": answers, "content": result}
         elif kind == "tool_use" and role == "assistant":
@@ -196,6 +200,54 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
         more = thoughts | ({"tool_calls": calls} if calls else {})
         text = "".join(part.get("text", "") for part in parts)
         yield {"role": role, "content": parts if has_image(parts) else text} | more
+
+
+def _read_documents(content: Any, name: str) -> Any:
+    """The content with a block of text for each document, an empty line from the texts beside."""
+    if not isinstance(content, list) or not content:
+        return content
+    given, blocks = objects(content, name), list[dict[str, Any]]()
+    is_document = [block.get("type") == "document" for block in given]
+    for i, block in enumerate(given):
+        if is_document[i]:
+            block = {"type": "text", "text": _document(block, name)}
+        if any(is_document[max(i - 1, 0) : i + 1]) and i and block.get("type") == "text":
+            block = {"type": "text", "text": "\n\n" + text_of([block], name)}
+        blocks.append(block)
+    return blocks
+
+
+def _document(document: dict[str, Any], name: str) -> str:
+    """The title, the context and the text of a document, each in lines of its own."""
+    texts = [document.get("title"), document.get("context")]
+    is_text = all(isinstance(text, str | None) for text in texts)
+    require(is_text, name, "texts as title and context of a document", texts)
+    return "\n".join(filter(None, [*texts, _source(document, name)]))
+
+
+def _source(document: dict[str, Any], name: str) -> str:
+    """The text that a document is. Raises ValueError, which names the kind of the document, if
+    the document is none."""
+    source = document.get("source")
+    source = source if isinstance(source, dict) else {}
+    kind, data = source.get("type"), source.get("data")
+    if kind == "content":
+        return text_of(source.get("content"), name)
+    told = f"a document of the type {str(kind)!r:.40}, {str(source.get('media_type'))!r:.80}"
+    if kind != "text" or not isinstance(data, str):
+        raise ValueError(f"{name}: expected documents of text, got {told}")
+    return data
+
+
+def _names_citations(message: dict[str, Any]) -> bool:
+    """Whether a message asks that its documents are cited."""
+    content = message.get("content")
+    wanted = [
+        block.get("citations")
+        for block in (content if isinstance(content, list) else ())
+        if isinstance(block, dict) and block.get("type") == "document"
+    ]
+    return any(isinstance(each, dict) and each.get("enabled") for each in wanted)
 
 
 class Blocks:

@@ -11,18 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import mlx.core as mx
 from huggingface_hub import scan_cache_dir, snapshot_download
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.cli import NUM_DRAFTS, load_with_config
+from mlx_paged.cli import NUM_DRAFTS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
+from mlx_paged.formats import choice
+from mlx_paged.formats.format import Format
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
+from mlx_paged.loading import load_with_config
 from mlx_paged.outputs import describe
 from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.server.flags import engine_options
@@ -46,7 +47,7 @@ class Model:
     name: str
     tokenizer: TokenizerWrapper
     service: EngineService
-    machines: dict[bool, TextStateMachine]  # find reasoning and, under True, also tool calls
+    format: Format  # of its thoughts and calls
     xtc_special_tokens: frozenset[int]
     max_context: int  # tokens of prompt and completion: the model's, or what the pool can serve
     longest_token: int  # bytes
@@ -197,6 +198,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         args = argparse.Namespace(**vars(args))
         args.adapter_path = args.draft_model = args.kv_disk = None
         args.num_draft_tokens, args.kv_disk_gb = NUM_DRAFTS, None
+        args.tool_format = args.reasoning_format = None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     files = path, args.adapter_path, args.trust_remote_code
     model, tokenizer, config = load_with_config(*files, sees=args.vision, **template)
@@ -207,7 +209,11 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
             tokenizer.has_chat_template = True
     except Exception as error:
         raise ValueError(f"model {path}: {describe(error)}") from error
-    abilities = tried(tokenizer)
+    form, tools_problem = choice.chosen(tokenizer, args.tool_format, args.reasoning_format)
+    for mark in form.final_marks:
+        if mark in tokenizer.get_vocab():
+            tokenizer.add_eos_token(mark)
+    abilities = tried(tokenizer)._replace(tools_problem=tools_problem)
     options = engine_options(args)
     if options["kv_memory"] is not None:
         options["kv_memory"] //= max(1, args.max_models)
@@ -241,7 +247,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         name=path,
         tokenizer=tokenizer,
         service=service,
-        machines={tools: _machine(tokenizer, tools) for tools in (False, True)},
+        format=form,
         xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
         max_context=room,
         longest_token=longest,
@@ -261,20 +267,6 @@ def _positions(config: Mapping[str, Any]) -> int | None:
         return positions
     trained = scaling.get("original_max_position_embeddings", positions)
     return max(positions, int(scaling.get("factor", 1) * trained))
-
-
-def _machine(tokenizer: TokenizerWrapper, tools: bool) -> TextStateMachine:
-    """mlx-lm's machine for the text; without `tools`, the text of a tool call is text."""
-    if tools:
-        return make_text_state_machine(tokenizer)
-    names = ("has_thinking", "think_start", "think_end", "structural_markers")
-    without = SimpleNamespace(**{name: getattr(tokenizer, name) for name in names})
-    without.has_tool_calling = False
-    without.response_transitions = {
-        state: [edge for edge in edges if edge[1] != "tool"]
-        for state, edges in tokenizer.response_transitions.items()
-    }
-    return make_text_state_machine(without)
 
 
 def _release(service: EngineService) -> None:

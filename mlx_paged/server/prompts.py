@@ -1,14 +1,17 @@
 """Turns a request into token ids as mlx-lm's server does. Any thread may call these functions."""
 
 from argparse import Namespace
+from contextlib import suppress
 from functools import partial
 from math import ceil
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.server import convert_chat, process_message_content
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.rendering import rendered
+from mlx_paged.formats.parser import Begin
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
@@ -16,7 +19,7 @@ from mlx_paged.server.fields import SAMPLING, Fields
 from mlx_paged.server.models import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
-from mlx_paged.vision.images import has_image, in_parts
+from mlx_paged.vision.images import has_image, in_parts, parts_of
 
 
 class Prompt(NamedTuple):
@@ -24,7 +27,7 @@ class Prompt(NamedTuple):
 
     tokens: list[int]
     text: str  # of the prompt, for requests with `echo`; else empty
-    state: str  # in which the model's text begins: "normal" or "reasoning"
+    begin: Begin = Begin.START  # of the answer
     turn_ends: tuple[int, ...] = ()  # where later prompts may depart from it
 
 
@@ -45,7 +48,7 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             name, is_free = "continue_final_message", not fields["continue_final_message"]
             require(is_free, name, "nothing, for the model has no chat template", True)
             text = convert_chat(fields["messages"], fields["role_mapping"])
-            return [Prompt(_tokens(model, text, fields), "", "normal")]
+            return [Prompt(_tokens(model, text, fields), "")]
         own, _ = thinking.template_args(model, fields)
         chat_args = template_args | own | fields["chat_template_kwargs"]
         text = _rendered(model, fields, chat_args)
@@ -60,7 +63,7 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             if model.has_states and not fields["continue_final_message"]:
                 render = partial(_render, model, fields["tools"], chat_args)
                 ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
-        return [Prompt(tokens, "", _first_state(tokenizer, tokens), ends)]
+        return [Prompt(tokens, "", _begin(model, fields, chat_args, text), ends)]
     except ContextExceeded:
         raise
     except Exception as error:  # a chat template can raise anything
@@ -87,7 +90,7 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
         return logits
 
     processors: list[thinking.Processor] = [forbid_ends] if least and ends else []
-    budget, in_thought = fields.get("thinking_budget"), prompt.state == "reasoning"
+    budget, in_thought = fields.get("thinking_budget"), prompt.begin == Begin.THOUGHT
     if budget is not None and model.tokenizer.has_thinking:
         processors.append(thinking.limit(model, num_prompt, in_thought, budget))
     options |= _constraint(model, prompt, fields)
@@ -107,12 +110,25 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
     )
 
 
+def may_answer_or_call(fields: Fields) -> bool:
+    """Whether a request wants a call of a tool, or else a text that follows something."""
+    return bool(fields["constraint"] and fields.get("tools") and not fields["must_call"])
+
+
+def without_effect(model: Model, fields: Fields) -> list[str]:
+    """The names of fields that the model cannot obey beside others."""
+    can_call = constraints.leaves_calls(model.format, fields["constraint"])
+    return ["tools"] if may_answer_or_call(fields) and not can_call else []
+
+
 def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Options:
     found: constraints.Options = fields["constraint"]
     if fields["must_call"]:
-        found = constraints.of_tools(model.tokenizer, fields["tools"], fields["tool_name"])
-    is_late = bool(found) and prompt.state == "reasoning"
-    return constraints.after_reasoning(model.tokenizer, found) if is_late else found
+        found = constraints.of_tools(model.format, fields["tools"], fields["tool_name"])
+    elif may_answer_or_call(fields) and not without_effect(model, fields):
+        found = constraints.or_calls(model.format, found, fields["tools"])
+    is_late = bool(found) and prompt.begin == Begin.THOUGHT
+    return constraints.after_reasoning(model.format, found) if is_late else found
 
 
 def _num_new(fields: Fields) -> int:
@@ -133,9 +149,9 @@ def _check_context(model: Model, fields: Fields, num_prompt: int, num_new: int) 
 
 def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
     if isinstance(prompt, str):
-        return Prompt(_tokens(model, prompt, fields), prompt if fields["echo"] else "", "normal")
+        return Prompt(_tokens(model, prompt, fields), prompt if fields["echo"] else "")
     _check_context(model, fields, len(prompt), _num_new(fields))
-    return Prompt(prompt, model.tokenizer.decode(prompt) if fields["echo"] else "", "normal")
+    return Prompt(prompt, model.tokenizer.decode(prompt) if fields["echo"] else "")
 
 
 def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int]:
@@ -161,15 +177,21 @@ def _render(
     model: Model, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
     messages = in_parts(messages) if model.abilities.only_parts else messages
-    options = options | {"tokenize": False, "tools": tools or None}
-    text = model.tokenizer.apply_chat_template(messages, **options)
-    assert isinstance(text, str)
-    return text
+    return rendered(model.tokenizer, messages, **options | {"tools": tools or None})
 
 
-def _first_state(tokenizer: TokenizerWrapper, tokens: list[int]) -> str:
-    """As mlx-lm's server: a prompt may end inside reasoning."""
-    is_open = tokenizer.has_thinking and (
-        tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
-    )
-    return tokenizer.response_initial_state or ("reasoning" if is_open else "normal")
+def _begin(model: Model, fields: Fields, template_args: dict[str, Any], text: str) -> Begin:
+    """Where the answer to a prompt begins: what the template writes behind the messages decides,
+    or the turn that the answer continues; text of other messages does not."""
+    if fields["continue_final_message"]:
+        content = fields["messages"][-1].get("content")
+        said = "".join(str(part.get("text", "")) for part in parts_of(content))
+        return model.format.begin("", content if isinstance(content, str) else said)
+    if fields["add_generation_prompt"] is False:
+        return model.format.begin("", None)
+    options = template_args | {"add_generation_prompt": False}
+    with suppress(Exception):  # a template can raise anything
+        before = _render(model, fields["tools"], options, fields["messages"])
+        text = text[len(commonprefix((before, text))) :]  # noqa: RUF071, of characters
+        return model.format.begin(text, None)
+    return Begin.START

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
+from mlx_paged.chat.rendering import reserved_names
 from mlx_paged.server import constraints
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import (
@@ -24,7 +25,7 @@ from mlx_paged.server.fields import (
     is_list,
     named_tool,
 )
-from mlx_paged.server.images import image_part
+from mlx_paged.server.images import image_part, joined
 from mlx_paged.server.json_text import check_fields
 from mlx_paged.vision.images import is_image, parts_of
 
@@ -157,6 +158,7 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     if not isinstance(fields["logprobs"], bool):  # the number in requests for texts
         fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
     fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0
+    _check_template_args(fields.get("chat_template_kwargs", {}))
     _adapt_tools(fields)
     is_free = not fields["constraint"] or not fields["min_tokens"]
     require(is_free, "min_tokens", "nothing beside a grammar", fields["min_tokens"])
@@ -188,6 +190,14 @@ def _biases(given: Fields) -> dict[int, float]:
     return {int(key): float(value) for key, value in given.items()}
 
 
+def _check_template_args(given: Fields) -> None:
+    """Raise ValueError if arguments of the chat template are arguments of its rendering."""
+    for name in sorted(reserved_names().intersection(given)):
+        is_field = name in ("tools", "add_generation_prompt", "continue_final_message")
+        expected = f"the request's field {name}" if is_field else "only arguments of the template"
+        require(False, f"chat_template_kwargs.{name}", expected, given[name])
+
+
 def _adapt_tools(fields: Fields) -> None:
     choice = fields.get("tool_choice", "none")
     for i, tool in enumerate(fields.get("tools", ())):
@@ -200,8 +210,8 @@ def _adapt_tools(fields: Fields) -> None:
     fields["must_call"] = must_call = choice not in ("auto", "none")
     fields["constrained_by"] = "tools" if must_call else fields["constrained_by"]
     require(not must_call or fields["tools"], "tool_choice", "auto without tools", choice)
-    is_one = not (must_call and (fields["constraint"] or fields["min_tokens"]))
-    require(is_one, "tool_choice", "auto beside a grammar or min_tokens", choice)
+    is_free = not must_call or not fields["min_tokens"]
+    require(is_free, "tool_choice", "auto beside min_tokens", choice)
 
 
 def _check_messages(messages: list[Fields], roles: set[str]) -> None:
@@ -214,6 +224,8 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
             require(not is_near, f"{name}.{key}", f"a known name, such as {', '.join(KEYS)}", key)
         if role == "developer":  # OpenAI's newer name, which few templates know
             message["role"] = "system"
+        if role == "assistant":
+            _tell_refusal(message, name)
         has_content = "content" in message or role == "assistant"
         require(has_content, f"{name}.content", "text", "nothing")
         parts = parts_of(message.get("content"))
@@ -232,6 +244,21 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
         for j, call in enumerate(calls):
             function = _function(call, f"{name}.tool_calls[{j}]")
             require_json(function.get("arguments"), f"{name}.tool_calls[{j}].function.arguments")
+
+
+def _tell_refusal(message: Fields, name: str) -> None:
+    """What an assistant has refused becomes text of its message, which templates know."""
+    content, refusal = message.get("content"), message.pop("refusal", None)
+    require(isinstance(refusal, str | None), f"{name}.refusal", "a text", refusal)
+    if isinstance(content, list):
+        message["content"] = content = [
+            {"type": "text", "text": part.get("refusal")}
+            if isinstance(part, dict) and part.get("type") == "refusal"
+            else part
+            for part in content
+        ]
+    if refusal:
+        message["content"] = joined(content, refusal) if content else refusal
 
 
 @lru_cache(1000)

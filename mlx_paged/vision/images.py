@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from mlx_paged.chat.rendering import rendered
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -51,7 +53,7 @@ def knows_only_parts(tokenizer: Any) -> bool:
     def shows(content: Any) -> bool:
         try:
             chat = [{"role": "user", "content": content}]
-            return WORD in tokenizer.apply_chat_template(chat, tokenize=False)
+            return WORD in rendered(tokenizer, chat)
         except Exception:  # a template can raise anything
             return False
 

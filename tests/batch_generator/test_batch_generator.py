@@ -14,7 +14,8 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from mlx_paged.batch_generator.generator import BatchGenerator
-from mlx_paged.cli import demo_model_path, load_model
+from mlx_paged.cli import demo_model_path
+from mlx_paged.loading import load_model
 from mlx_paged.sampling_params import SamplingParams
 from tests.support.engine.batch_generators import (
     PROMPTS,

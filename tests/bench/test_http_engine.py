@@ -22,7 +22,7 @@ from bench.serving.measures import Slo, itls_ms, summarize, tpots_ms, ttfts_ms
 from bench.serving.run import Run
 from bench.serving.trace import Job, make_trace
 from bench.serving.workload import ClosedLoop, OpenLoop
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from tests.support import TIMEOUT
 
 pytest.importorskip("aiohttp")

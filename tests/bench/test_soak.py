@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mlx_paged import Engine, demo_model_path
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from scripts import soak
 
 

@@ -11,8 +11,9 @@ import mlx_lm
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.doctor import __main__ as doctor
+from mlx_paged.doctor import command as doctor
 from mlx_paged.doctor import machine, sources
+from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings, run_check
 
 NAMES = ["machine", "kernels", "sources", "products", "tokens", "order", "memory", "speed"]
@@ -24,7 +25,7 @@ def quick(tmp_path_factory) -> SimpleNamespace:
     path = tmp_path_factory.mktemp("doctor") / "report.json"
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = doctor.main(["--quick", "--json", str(path)])
+        status = main(["--quick", "--json", str(path)])
     return SimpleNamespace(
         status=status, out=out.getvalue(), err=err.getvalue(), json=json.loads(path.read_text())
     )
@@ -100,7 +101,7 @@ class TestStatus:
         doctor.CHECKS["crash"] = crash
         doctor.CHECKS["last"] = doctor.CHECKS["first"]
         path = tmp_path / "report.json"
-        assert doctor.main(["--json", str(path)]) == 1
+        assert main(["--json", str(path)]) == 1
         out = capsys.readouterr().out
         assert out.startswith("mlx_paged.doctor: FAILED: crash (")
         assert "half of it is done" in out
@@ -111,7 +112,7 @@ class TestStatus:
         assert not report["ok"] and not report["checks"]["crash"]["ok"]
 
     def test_only_one_check_runs(self, few_checks, capsys):
-        assert doctor.main(["--only", "second", "--quick"]) == 0
+        assert main(["--only", "second", "--quick"]) == 0
         assert few_checks == {"second": True}
         assert "first" not in capsys.readouterr().out
 
@@ -121,7 +122,7 @@ class TestStatus:
 
         doctor.CHECKS["second"] = interrupted
         try:
-            status = doctor.main([])
+            status = main([])
         except KeyboardInterrupt:
             pytest.fail("Ctrl-C was not caught")
         assert status == 130
@@ -138,7 +139,7 @@ class TestStatus:
     )
     def test_a_mistake_is_one_line_before_the_work(self, arguments, message, few_checks, capsys):
         with pytest.raises(SystemExit) as exit_info:
-            doctor.main(arguments)
+            main(arguments)
         out, err = capsys.readouterr()
         assert exit_info.value.code == 2 and out == ""
         assert err.startswith("mlx_paged.doctor: error: ") and err.count("\n") == 1

@@ -11,8 +11,9 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.attention.paths import has_matrix_units
-from mlx_paged.doctor import __main__ as doctor
 from mlx_paged.doctor import apart, findings, memory, products
+from mlx_paged.doctor import command as doctor
+from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings, run_check
 from mlx_paged.engine.engine import Engine
 from tests.support import TIMEOUT
@@ -90,7 +91,7 @@ class TestProcesses:
             doctor, "CHECKS", {name: lambda *a: ran.append(a) for name in doctor.CHECKS}
         )
         path = tmp_path / "report.json"
-        assert doctor.main(["--json", str(path)]) == 1
+        assert main(["--json", str(path)]) == 1
         out = capsys.readouterr().out
         assert out.startswith("mlx_paged.doctor: FAILED: order (")
         assert "order: ended with status -6: abort" in out and out.count("was here") == 5
@@ -114,7 +115,7 @@ class TestProcesses:
             }
 
         monkeypatch.setattr(doctor, "CHECKS", {"first": first, "second": interrupted})
-        assert doctor.main(["--json", str(path)]) == 130
+        assert main(["--json", str(path)]) == 130
         assert json.loads(path.read_text())["checks"]["first"]["ok"]
 
     def test_what_a_process_found_before_it_hung_counts(self, monkeypatch):
@@ -127,7 +128,7 @@ class TestProcesses:
             raise KeyboardInterrupt
 
         def run(command, **options):
-            doctor.main(command[3:])
+            main(command[3:])
             raise subprocess.TimeoutExpired(command, 300)
 
         def write(path, results, quick):

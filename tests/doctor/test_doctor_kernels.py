@@ -2,21 +2,24 @@
 
 import json
 import subprocess
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.doctor import __main__ as doctor
 from mlx_paged.doctor import apart, float64, kernels
+from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.variants import (
     BLOCK_SIZES,
     DTYPES,
     GROUPS,
     HEADS,
+    KINDS,
     OPTIONS,
     QUANTIZED,
     QUICK_STEP,
@@ -24,6 +27,7 @@ from mlx_paged.doctor.variants import (
     Variant,
     all_variants,
     attention_call,
+    normal,
 )
 from tests.support.ops.metal_runner import MetalRunner
 from tests.support.ops.numpy_reference import paged_attention_numpy
@@ -57,11 +61,33 @@ NUM_POOLS = len(DTYPES) * len(HEADS) + len(QUANTIZED) * (len(HEADS) - 1) - 2
 """Formats with head dimensions: latents are not quantized, and 20 dimensions to 8 bits only."""
 
 
-def flushed(scales: mx.array) -> mx.array:
-    """With zeros in place of denormal numbers."""
-    numbers = np.array(scales)
+FAINT = [
+    Variant("attention", "kv8", "d256", 32, 8, 5, "many"),
+    Variant("attention", "float16", "d96", 32, 2, 1, "many"),
+    Variant("attention", "kv4", "d192v128", 32, 8, 5, "many"),
+]
+"""Some output rows of these are nothing but subnormal numbers of float16."""
+
+OF_EACH_KIND = [
+    *{
+        (v.kind, v.dtype, v.option, v.heads): v for v in VARIANTS if v.heads in ("d64", "latent576")
+    }.values()
+]
+"""One variant of each kind, dtype and option, with one pair of dimensions and with latents."""
+
+
+def flushed(array: mx.array) -> mx.array:
+    """A float16 array with zeros in place of denormal numbers."""
+    if array.dtype != mx.float16:
+        return array
+    numbers = np.array(array)
     is_denormal = (numbers != 0) & (abs(numbers) < np.finfo(np.float16).smallest_normal)
     return mx.array(np.where(is_denormal, np.float16(0), numbers))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable[..., object]) -> None:
+    """Let `wrong` answer in place of an op, which it gets first."""
+    monkeypatch.setattr(ops, op, partial(wrong, getattr(ops, op)))
 
 
 def failures(variants: list[Variant] = SAMPLE) -> dict[str, str]:
@@ -102,6 +128,143 @@ class TestVariants:
         want = paged_attention_numpy(*arrays, scale=32**-0.5, return_attn=True, **options)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
+class TestTolerance:
+    @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+    @pytest.mark.parametrize("size", [1.0, 2.0**-13, 2.0**-14, 2.0**-15, 2.0**-20, 2.0**-24])
+    def test_right_rounding_is_within_the_bound_and_twice_its_error_is_not(self, dtype, size):
+        """The worst numbers lie in the middle of two neighbours; half of the row is larger."""
+        eps = mx.finfo(dtype).eps
+        step = max(size, mx.finfo(dtype).smallest_normal) * eps
+        for large in (size, 1.0):
+            want = np.array([[size + step / 2] * 8 + [large] * 8])
+            rounded = kernels.to_numpy(mx.array(want.astype(np.float32)).astype(dtype))
+            error = float64.worst_row(rounded, want, dtype)
+            assert error <= eps / 2
+            assert large != size or error > eps / 6
+            twice = want + 2 * np.where(np.arange(16) < 8, step / 2, 0)
+            assert float64.worst_row(twice, want, dtype) == pytest.approx(2 * error, rel=2**-7)
+
+    def test_a_row_that_must_be_zero_has_no_tolerance(self):
+        want = np.zeros((2, 4))
+        assert float64.worst_row(want, want, mx.float16) == 0
+        assert float64.worst_row(want + 2.0**-24, want, mx.float16) == np.inf
+
+    def test_only_subnormal_numbers_may_be_zeros(self):
+        least = 2.0**-14
+        want = np.array([[0.75, 0.5, -0.3, 2.0**-11 + 1e-8]]) * least
+        assert float64.worst_row(0 * want, want, mx.float16) < 2**-11
+        assert float64.worst_row(0 * want, want + np.array([least, 0, 0, 0]), mx.float16) > 0.5
+        assert float64.worst_row(0 * want, want, mx.bfloat16) == 1
+        assert float64.flushed(0 * want, want, mx.float16) == 3  # rounding makes the last one zero
+
+    @pytest.mark.parametrize("variant", FAINT, ids=lambda variant: variant.name)
+    def test_rows_of_subnormal_numbers_are_there_and_pass(self, variant, monkeypatch):
+        seen = list[bool]()
+        right = float64.worst_row
+
+        def watched(got: np.ndarray, want: np.ndarray, dtype: mx.Dtype = mx.float32) -> float:
+            seen.append(bool((abs(want) < 2.0**-14).all(axis=-1).any()))
+            return right(got, want, dtype)
+
+        monkeypatch.setattr(float64, "worst_row", watched)
+        assert failures([variant]) == {} and any(seen)
+
+    def test_no_other_random_number_is_subnormal_in_float16(self):
+        numbers = normal(np.random.default_rng(0), 300_000)
+        assert np.abs(numbers).min() == 2.0**-14
+
+
+class TestFlushedNumbers:
+    """A GPU that takes subnormal numbers of float16 for zeros, in what it reads and writes."""
+
+    @staticmethod
+    def attend(right, q, k, v, *rest, **options):
+        k, v = ([flushed(array[0])] for array in (k, v))
+        result = right(flushed(q), k, v, *rest, **options)
+        return (flushed(result[0]), result[1]) if isinstance(result, tuple) else flushed(result)
+
+    def test_outputs_and_inputs_pass_and_the_page_says_so(self, monkeypatch):
+        plant(monkeypatch, "paged_attention", self.attend)
+        variants = [v for v in OF_EACH_KIND if v.op == "attention" and v.heads == "d64"]
+        found = Findings("kernels")
+        kernels.compare([*FAINT, *variants], found)
+        assert found.failures == []
+        count = found.numbers["flushed"]["mlx.core.float16"]
+        expected = f"{count} subnormal outputs of mlx.core.float16 are zeros: this device flushes"
+        assert count > 100 and expected in found.text()
+
+    def test_in_the_emulator(self, monkeypatch):
+        runner = MetalRunner()
+        runner.install(monkeypatch)
+        plant(monkeypatch, "paged_attention", self.attend)
+        found = Findings("kernels")
+        kernels.compare(FAINT, found)
+        assert found.failures == [] and found.numbers["flushed"]
+        assert {kernel.split("_")[0] for kernel in runner.trace.kernels} == {"paged"}
+
+    def test_larger_numbers_that_are_zeros_are_named(self, monkeypatch):
+        def wrong(right: Callable[..., mx.array], *arrays: object, **options: object) -> mx.array:
+            result = right(*arrays, **options)
+            return mx.where(mx.abs(result) < 2.0**-12, mx.zeros_like(result), result)
+
+        plant(monkeypatch, "paged_attention", wrong)
+        assert list(failures(FAINT)) == [variant.name for variant in FAINT]
+
+    def test_the_cpu_flushes_nothing(self):
+        found = Findings("kernels")
+        kernels.compare(FAINT, found)
+        assert found.numbers["flushed"] == {} and "flushes" not in found.text()
+
+
+class TestEveryKind:
+    """A mistake is named in each kind of variants, each dtype and each option."""
+
+    def assert_all_are_named(self, variants: list[Variant], monkeypatch) -> None:
+        monkeypatch.setattr(kernels, "MAX_FAILURES", len(VARIANTS))
+        assert {variant.kind for variant in variants} <= {*KINDS}
+        assert list(failures(variants)) == [variant.name for variant in variants]
+
+    def test_there_are_all(self):
+        assert {variant.kind for variant in OF_EACH_KIND} == {*KINDS}
+        assert {variant.option for variant in OF_EACH_KIND} == {*OPTIONS}
+
+    @pytest.mark.parametrize("planted", ["rounding", "tables"])
+    def test_of_attention(self, planted, monkeypatch):
+        """An error of three tolerances, and another sequence's blocks."""
+        unchecked = {"check_tables": False}
+
+        def wrong(right, q, k, v, tables, lens, **options):
+            if planted == "tables":
+                return right(q, k, v, mx.roll(tables, 1, 0), lens, **options | unchecked)
+            result = right(q, k, v, tables, lens, **options)
+            out, *weights = result if isinstance(result, tuple) else (result,)
+            out = out * (1 + 3 * kernels.tolerance(str(out.dtype).rpartition(".")[2], False))
+            return (out, *weights) if weights else out
+
+        plant(monkeypatch, "paged_attention", wrong)
+        variants = [v for v in OF_EACH_KIND if v.op == "attention"]
+        if planted == "tables":  # latents take most of the time
+            variants = [variant for variant in variants if variant.heads == "d64"]
+        self.assert_all_are_named(variants, monkeypatch)
+
+    @pytest.mark.parametrize("array", [0, 1])
+    def test_of_writes(self, array, monkeypatch):
+        """One element of a row."""
+
+        def wrong(right, *arrays, **scales):
+            rows = [*arrays[:2]]
+            rows[array] = rows[array] + 0
+            rows[array][0, 0, 0] = 8.0
+            return right(*rows, *arrays[2:], **scales)
+
+        plant(monkeypatch, "write_kv", wrong)
+        self.assert_all_are_named([v for v in OF_EACH_KIND if v.op == "write"], monkeypatch)
+
+    def test_of_copies(self, monkeypatch):
+        plant(monkeypatch, "copy_blocks", lambda right, k, v, pairs: right(k, v, pairs[:-1]))
+        self.assert_all_are_named([v for v in OF_EACH_KIND if v.op == "copy"], monkeypatch)
 
 
 class TestWrongKernels:
@@ -213,7 +376,7 @@ class TestWrongKernels:
     def test_the_json_of_an_infinite_error_is_valid(self, monkeypatch, tmp_path):
         monkeypatch.setattr(ops, "write_kv", lambda k, v, k_cache, v_cache, _: (k_cache, v_cache))
         path = tmp_path / "report.json"
-        assert doctor.main(["--only", WRITE.name, "--json", str(path)]) == 1
+        assert main(["--only", WRITE.name, "--json", str(path)]) == 1
         report = json.loads(path.read_text(), parse_constant=pytest.fail)
         assert "error inf" in report["checks"]["kernels"]["failures"][0]
 
@@ -295,9 +458,9 @@ class TestWrongKernels:
         assert found.num_wrong == 1
 
     def test_the_command_of_a_failure_repeats_it(self, monkeypatch, capsys):
-        assert doctor.main(["--only", DECODE.name]) == 0
+        assert main(["--only", DECODE.name]) == 0
         assert "1 of 1 variants run" in capsys.readouterr().out
         right = ops.paged_attention
         monkeypatch.setattr(ops, "paged_attention", lambda *a, **o: -right(*a, **o))
-        assert doctor.main(["--only", DECODE.name]) == 1
+        assert main(["--only", DECODE.name]) == 1
         assert f"FAILED: {DECODE.name}: error 2, tolerance 0.00049" in capsys.readouterr().out

@@ -11,12 +11,12 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
 
 from mlx_paged.attention.forward import path_counts
-from mlx_paged.cli import load_model
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.loading import load_model
 from tests.support.drop_in.prompt_cache_cases import (
     blocks_in_use,
     check_integrity,

@@ -18,7 +18,6 @@ from mlx_paged import Engine, arguments
 from mlx_paged.attention import sdpa_hook
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
-from mlx_paged.cli import load_model
 from mlx_paged.drop_in import caches, patch
 from mlx_paged.drop_in.kv_caches import KVCache
 from mlx_paged.drop_in.patch import (
@@ -29,6 +28,7 @@ from mlx_paged.drop_in.patch import (
     patched_mlx_lm,
     unpatch_mlx_lm,
 )
+from mlx_paged.loading import load_model
 from mlx_paged.ops import BUILT_WITH
 from tests.support.models.tiny_models import tiny_model
 
@@ -267,7 +267,7 @@ def test_a_script_may_bind_names_before_the_import_line():
     code = (
         "from mlx_lm.models.cache import KVCache, make_prompt_cache\n"
         "import mlx_paged.auto_patch\n"
-        "from mlx_paged.cli import load_model\n"
+        "from mlx_paged.loading import load_model\n"
         "kind = type(make_prompt_cache(load_model()[0])[0])\n"
         "assert kind.__module__ == 'mlx_paged.drop_in.kv_caches' and issubclass(kind, KVCache)\n"
         "mlx_paged.unpatch_mlx_lm()\n"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]

@@ -16,7 +16,8 @@ from mlx_paged import (
     UnsupportedModelError,
     make_prompt_cache,
 )
-from mlx_paged.cli import demo_model_path, load_model
+from mlx_paged.cli import demo_model_path
+from mlx_paged.loading import load_model
 from tests.support.models.tiny_models import tiny_model
 
 PATH = str(demo_model_path())

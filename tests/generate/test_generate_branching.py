@@ -15,7 +15,7 @@ def records(run, tmp_path):
 
     def records(*arguments):
         output = tmp_path / "results.jsonl"
-        result = run(*arguments, "--output", output)
+        result = run(*arguments, "--output", output, "--overwrite")
         assert result.status == 0, result.err
         return read_jsonl(output)
 

@@ -13,7 +13,8 @@ from typing import Any
 import mlx_lm
 import pytest
 
-from mlx_paged.generate import __main__ as generate
+from mlx_paged.generate import command as generate
+from mlx_paged.generate.__main__ import main
 from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (
     CLASS,
@@ -126,7 +127,7 @@ def test_a_line_with_a_seed_gets_its_text_in_any_company(run, tmp_path):
 
     def text_among(*others: dict[str, Any]) -> str:
         file = jsonl(tmp_path / "prompts.jsonl", [*others, line])
-        run("--prompts-file", file, "--output", output)
+        run("--prompts-file", file, "--output", output, "--overwrite")
         return read_jsonl(output)[-1]["text"]
 
     alone = text_among()
@@ -182,7 +183,7 @@ def test_results_are_written_as_jsonl_in_input_order(run, demo, expected, tmp_pa
 def test_results_replace_those_of_an_earlier_run(run, tmp_path):
     output = tmp_path / "results.jsonl"
     for prompt in (FUNCTION, CLASS):
-        run("-p", prompt, "-m", 2, "--output", output)
+        run("-p", prompt, "-m", 2, "--output", output, "--overwrite")
     assert [entry["prompt"] for entry in read_jsonl(output)] == [CLASS]
 
 
@@ -268,7 +269,7 @@ def test_the_pool_is_as_large_as_the_prompts_need(demo, monkeypatch, tmp_path):
     """This is the size without --kv-memory."""
     path = tmp_path / "stats.json"
     monkeypatch.setattr(generate, "load_model", lambda *args: demo)
-    generate.main(["-p", FUNCTION, "-p", LONG, "-m", "9", "--stats-json", str(path)])
+    main(["-p", FUNCTION, "-p", LONG, "-m", "9", "--stats-json", str(path)])
     stats = json.loads(path.read_text())
     needed = stats["prompt_tokens"] + 2 * 9
     assert needed <= stats["num_blocks"] * 16 <= needed + 5 * 16

@@ -164,5 +164,5 @@ def test_a_draft_model_changes_no_text_and_its_hits_are_told(run, expected, monk
     options = ["-p", FUNCTION, "-m", 40]
     result = run(*options, "--draft-model", demo_model_path(), "--num-draft-tokens", 2)
     assert result.out == f"{expected(FUNCTION, 40)}\n"
-    assert re.search(r"^Drafts: (\d+) of \1 guessed tokens were right$", result.err, re.M)
+    assert re.search(r"^Drafts: (\d+) of \1 were accepted$", result.err, re.M)
     assert "Drafts: " not in run(*options).err

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from mlx_paged import cli as model_loader
+from mlx_paged import loading as model_loader
 from mlx_paged.cli import demo_model_path
 from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (
     FUNCTION,
-    LONG,
     ROOT,
     Result,
     command,
     jsonl,
     model_copy,
+    read_jsonl,
 )
 
 pytest_plugins = ["tests.support.commands.generate_fixtures"]
@@ -72,7 +72,6 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--prompt", ""], "--prompt: the prompt is empty"),
         (["--kv-memory", 1e-6], "kv_memory is 1000 bytes, but one block of 16 tokens takes "),
         (["--kv-memory", 10**6], "kv_memory is 1000000000000000 bytes (1000000.000 GB), but "),
-        (["-p", LONG * 30, "--kv-memory", 0.005], "--prompt: [add_request] "),
         (["--max-tokens", 10**6], "expected a shorter prompt, fewer max_tokens or a larger pool"),
     ],
     ids=lambda value: " ".join(map(str, value))[:30].strip() if isinstance(value, list) else "",
@@ -187,11 +186,6 @@ def test_a_prompts_file_in_another_encoding_is_named(run, tmp_path):
         ({"prompt": "x", "top_q": 1}, 'unknown key "top_q"'),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": "x", "top_p": 2}, "top_p is 2: expected from 0 to 1"),
-        (
-            {"prompt": "x", "logit_bias": {"99999": 1}},
-            "[SamplingParams] logit_bias names token 99",
-        ),
-        ({"prompt": "x", "max_tokens": 10**6}, "[add_request] 1 prompt tokens and max_tokens"),
         ({"messages": [{"role": "user", "content": "x"}]}, '"messages" needs a chat template'),
     ],
     ids=[
@@ -199,14 +193,37 @@ def test_a_prompts_file_in_another_encoding_is_named(run, tmp_path):
         "unknown key",
         "empty prompt",
         "out of range",
-        "unknown token",
-        "too long",
         "no template",
     ],
 )
 def test_a_bad_line_is_reported_with_its_number(run, tmp_path, line, message):
     path = jsonl(tmp_path / "prompts.jsonl", [{"prompt": "fine"}, line])
     assert_one_line_mistake(run("--prompts-file", path), f"error: {path} line 2: {message}")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            {"prompt": "x", "logit_bias": {"99999": 1}},
+            "[SamplingParams] logit_bias names token 99",
+        ),
+        ({"prompt": "x", "max_tokens": 10**6}, "[add_request] 1 prompt tokens and max_tokens"),
+    ],
+    ids=["unknown token", "too long"],
+)
+def test_a_prompt_that_the_engine_refuses_fails_alone(run, expected, tmp_path, line, message):
+    output = tmp_path / "results.jsonl"
+    path = jsonl(tmp_path / "prompts.jsonl", [line, {"prompt": FUNCTION}])
+    result = run("--prompts-file", path, "-m", 3, "--output", output)
+    assert result.status == 1 and f"{path} line 1: {message}" in result.err
+    refused, answered = read_jsonl(output)
+    assert refused["error"].startswith(message) and refused["finish_reason"] == "error"
+    assert answered["text"] == expected(FUNCTION, 3)
+    jsonl(path, [line])
+    alone = run("--prompts-file", path, "--output", output, "--overwrite")
+    assert_one_line_mistake(alone, f"{path} line 1: {message}")
+    assert len(read_jsonl(output)) == 2  # the answers of the run before
 
 
 def test_a_chat_that_the_template_refuses_is_reported_with_its_number(run, chat_model, tmp_path):
@@ -228,7 +245,9 @@ def test_a_file_that_cannot_be_written_is_noticed_before_the_work(run, option, t
 def test_a_mistake_leaves_the_results_of_an_earlier_run(run, tmp_path):
     path = tmp_path / "results.jsonl"
     path.write_text("earlier\n")
-    assert_one_line_mistake(run("-p", FUNCTION, "--output", path, "--model", "nowhere"), "nowhere")
+    assert_one_line_mistake(
+        run("-p", FUNCTION, "--output", path, "--overwrite", "--model", "nowhere"), "nowhere"
+    )
     assert path.read_text() == "earlier\n"
 
 

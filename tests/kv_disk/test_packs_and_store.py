@@ -333,6 +333,32 @@ def test_a_full_disk_stops_writing_for_a_while_and_hurts_nothing(tmp_path):
     made.close()
 
 
+@pytest.mark.parametrize(
+    ("reason", "error", "told"),
+    [
+        ("full", OSError(errno.ENOSPC, "No space left"), "No space left: a write is tried again"),
+        ("full", OSError(errno.EDQUOT, "Quota exceeded"), "Quota exceeded: a write is tried"),
+        ("unwritable", OSError(errno.EROFS, "Read-only"), "Read-only: a write is tried again"),
+        ("budget", None, "times its size was written in 24 hours"),
+    ],
+)
+def test_the_log_tells_once_why_nothing_is_written(
+    tmp_path, monkeypatch, caplog, reason, error, told
+):
+    monkeypatch.setattr(store, "PAUSE", 0.0)
+    if error is None:
+        monkeypatch.setattr(store, "DAILY_WRITES", 0)
+    made = open_store(tmp_path)
+    with mock.patch.object(os, "pwritev", side_effect=error):
+        for number in range(5):
+            made.put(key_of(number), payload_of(number))
+            made.flush()
+    assert made.dropped == {reason: 5}
+    made.close()
+    (line,) = caplog.messages
+    assert line.startswith(f"K/V on disk {tmp_path}: ") and told in line
+
+
 def test_no_thread_but_the_stores_waits_for_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(packs, "_thread", threading.local())  # a command may have run here
     filled(tmp_path)
@@ -375,7 +401,14 @@ def test_the_command_lists_verifies_and_trims(tmp_path, capsys):
 def run_main(*arguments: str) -> int:
     """The command in a thread of its own, which may wait for the disk."""
     status: list[int] = []
-    thread = threading.Thread(target=lambda: status.append(main(arguments)))
+
+    def run() -> None:
+        try:
+            status.append(main(arguments))
+        except SystemExit as exit:
+            status.append(int(exit.code or 0))
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     return status[0]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from mlx_paged import Engine
-from mlx_paged.cli import load_model
 from mlx_paged.engine.pipeline import StepPipeline
+from mlx_paged.loading import load_model
 from mlx_paged.metrics.recorder import GcPauses
 from tests.support.simulation.fake_model import FakeClock
 

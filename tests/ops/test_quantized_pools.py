@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.ops.formats import FORMATS, checked_bits, dequantized
+from mlx_paged.ops.formats import FORMATS, dequantized
+from mlx_paged.options import checked_bits
 from tests.support.ops.numpy_quantization import BITS, quantize
 from tests.support.ops.paged_cases import (
     FLOAT32_ERROR,

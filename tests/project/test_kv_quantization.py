@@ -6,7 +6,7 @@ import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from scripts.batch_invariance import prompts_of
 from scripts.kv_quantization import (
     BEGIN,

@@ -13,15 +13,26 @@ import mlx_paged
 
 PACKAGE = Path(mlx_paged.__file__).parent
 
-REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
+REQUESTS = {"arguments", "options", "request", "sampling_params", "outputs"}
+COMMAND = {"cli", "loading", "starting"}
 MAY_IMPORT = {
-    "server": {"engine", "vision", "runner", "metrics", "kv", "cli", *REQUESTS},
-    "generate": {"engine", "vision", "runner", "metrics", "cli", *REQUESTS},
-    "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
+    "server": {
+        "formats",
+        "chat",
+        "engine",
+        "vision",
+        "runner",
+        "metrics",
+        "kv",
+        *COMMAND,
+        *REQUESTS,
+    },
+    "generate": {"chat", "engine", "vision", "runner", "metrics", *COMMAND, *REQUESTS},
+    "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", *COMMAND, *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
-    "run": {"arguments", "cli", "drop_in"},
-    "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
+    "run": {"arguments", "cli", "drop_in", "options", "starting"},
+    "drop_in": {"arguments", "options", "runner", "attention", "kv", "ops"},
     "engine": {
         *(
             "vision",
@@ -35,27 +46,32 @@ MAY_IMPORT = {
             *REQUESTS,
         )
     },
-    "vision": {"runner"},
-    "cli": {"vision", "kv", "ops", "runner", "scheduler"},
-    "__main__": {"cli"},
+    "formats": {"chat", "outputs", "sampling_params"},
+    "vision": {"chat", "runner"},
+    "chat": set[str](),
+    "loading": {"cli", "vision", "runner"},
+    "cli": {"arguments", "options"},
+    "starting": set[str](),
+    "__main__": {"cli", "starting"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},
     "scheduler": {"kv_disk", "kv", *REQUESTS},
-    "kv_disk": {"kv", "request"},
+    "kv_disk": {"cli", "kv", "request", "starting"},
     "attention": {"kv", "ops"},
     "outputs": {"request", "sampling_params"},
     "request": {"kv", "sampling_params"},
     "sampling_params": {"arguments"},
-    "kv": {"arguments", "ops"},
+    "kv": {"arguments", "options", "ops"},
     "ops": {"_ext", "arguments"},
+    "options": {"arguments"},
     "arguments": set[str](),
 }
 """A room (folder or module of the package) and the rooms that it may import."""
 
 NO_MLX = [
-    *(f"{room}.*" for room in ("scheduler", "metrics")),
-    *("arguments", "outputs", "request", "sampling_params"),
+    *(f"{room}.*" for room in ("formats", "scheduler", "metrics", "chat")),
+    *("arguments", "cli", "options", "outputs", "request", "sampling_params", "starting"),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "generate.prompts_file", "runner.plan"),
@@ -64,7 +80,7 @@ NO_MLX = [
     *("engine.waiting_calls", "sampling.grammar"),
     *("server.constraints", "server.fields", "server.messages", "server.request_body"),
     *("server.images", "server.keys", "server.log_format", "server.responses", "server.sockets"),
-    *("server.deltas", "vision.images", "vision.sight"),
+    *("server.call_grammars", "server.deltas", "vision.images", "vision.sight"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 
@@ -133,11 +149,8 @@ def test_bookkeeping_imports_without_mlx():
         found = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths]
         assert found, f"{pattern} names no module"
         names += [name.removesuffix(".__init__") for name in found]
-    code = (
-        "import sys, types; sys.modules['mlx'] = sys.modules['mlx.core'] = None;"
-        f"package = types.ModuleType('mlx_paged'); package.__path__ = [{str(PACKAGE)!r}];"
-        "sys.modules['mlx_paged'] = package;"
-        + "".join(f"import mlx_paged.{name};" for name in sorted(names))
+    code = "import sys; sys.modules['mlx'] = sys.modules['mlx.core'] = None;" + "".join(
+        f"import mlx_paged.{name};" for name in sorted(names)
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

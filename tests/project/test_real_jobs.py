@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from scripts.real_jobs import Forced, names, tasks
 from scripts.speculation import make_engine
 

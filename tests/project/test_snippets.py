@@ -21,7 +21,7 @@ from unittest.mock import patch
 import pytest
 
 from mlx_paged import Engine, demo_model_path
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 from tests.support.documents import ROOT, Snippet, documents, parse, snippets
 
 SNIPPETS = [s for path in documents() for s in snippets(path.read_text(), path)]

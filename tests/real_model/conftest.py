@@ -13,7 +13,7 @@ import pytest
 from chats import QUESTIONS, chat
 
 from mlx_paged import Engine
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 
 SAID_BY_MLX_LM = (0, 3)  # numbers of questions
 SAID = pytest.StashKey[str]()

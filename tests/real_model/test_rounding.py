@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import BatchGenerator
-from mlx_paged.cli import load_model
+from mlx_paged.loading import load_model
 
 CHATS = (0, 10)  # numbers of questions
 NUM_PROMPT, NUM_TOKENS = 4, 20

@@ -6,9 +6,10 @@ from itertools import pairwise
 import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
+from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import MOST_BEHIND, PATIENCE, REST
 from mlx_paged.scheduler.step import SampledToken, Step, StepWork

@@ -4,15 +4,10 @@ import random
 
 import pytest
 
+from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.policies import (
-    AGEING,
-    Policy,
-    PreemptionPolicy,
-    WaitingQueue,
-    choose_preempted,
-)
+from mlx_paged.scheduler.policies import AGEING, WaitingQueue, choose_preempted
 
 
 def make_request(

@@ -6,8 +6,8 @@ from test_scheduler import compute, make_request, summary, with_prompts
 from test_stall_bound import make_engine
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.options import Policy
 from mlx_paged.scheduler import turns
-from mlx_paged.scheduler.policies import Policy
 from mlx_paged.scheduler.scheduler import Scheduler
 
 

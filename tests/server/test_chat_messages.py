@@ -34,6 +34,17 @@ WRONG = {
     "no content": ({"role": "user"}, "messages[1].content", "nothing"),
     "no text": ({"role": "user", "content": {}}, "messages[1].content", "text"),
     "part": ({"role": "user", "content": [{"type": "x"}]}, "messages[1].content", "x"),
+    "refusal": ({"role": "assistant", "refusal": ["No."]}, "messages[1].refusal", "a text"),
+    "bad part": (
+        said() | {"content": [{"type": "refusal", "refusal": 1}]},
+        "messages[1].content",
+        "1",
+    ),
+    "user's": (
+        {"role": "user", "content": [{"type": "refusal", "refusal": "N"}]},
+        "messages[1].content",
+        "N",
+    ),
     "no id": ({"role": "tool", "content": "z"}, "messages[1].tool_call_id", "id of a call"),
     "cut": (
         said(call("{}"), call('{"a": "b')),
@@ -77,6 +88,35 @@ ACCEPTED = [
 def test_what_clients_send_is_accepted():
     fields, ignored = read({"messages": json.loads(json.dumps(ACCEPTED))}, True, 1)
     assert ignored == [] and len(fields["messages"]) == len(ACCEPTED)
+
+
+NO = {"type": "refusal", "refusal": "No."}
+SO = {"type": "text", "text": "so"}
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"refusal": "No."}, "No."),
+        ({"content": "", "refusal": "No."}, "No."),
+        ({"content": "so", "refusal": "No."}, "so\n\nNo."),
+        ({"content": "so", "refusal": ""}, "so"),
+        ({"content": [NO]}, [{"type": "text", "text": "No."}]),
+        ({"content": [SO, NO], "refusal": None}, [SO, {"type": "text", "text": "No."}]),
+    ],
+    ids=str,
+)
+def test_what_an_assistant_refused_is_its_text(message, content):
+    given = json.loads(json.dumps([USER, {"role": "assistant"} | message, USER]))
+    _, told, _ = read({"messages": given}, True, 1)[0]["messages"]
+    assert told == {"role": "assistant", "content": content}
+
+
+def test_refusals_of_the_responses_api_are_text():
+    items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [NO]}]
+    chat = responses.as_chat({"input": items})
+    assert chat["messages"][1] == {"role": "assistant", "content": "No."}
 
 
 def test_a_role_may_be_named_in_the_role_mapping():

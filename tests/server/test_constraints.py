@@ -1,15 +1,17 @@
 """Grammars that the server makes: what may follow the reasoning, and calls of tools."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from mlx_lm.tool_parsers import json_tools
 
-from mlx_paged.cli import load_model
-from mlx_paged.server.constraints import after_reasoning, of_tools
+from mlx_paged.formats.format import Format
+from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.registry import named
+from mlx_paged.formats.thoughts import Thoughts
+from mlx_paged.loading import load_model
+from mlx_paged.server.constraints import after_reasoning, leaves_calls, of_tools, or_calls
 
 SCHEMA = {"enum": ["a b", {"k": [1, "}"]}]}
 JSON_TEXTS = ['"a b"', '{"k": [1, "}"]}']
@@ -33,11 +35,12 @@ def tokenizer():
     return tokenizer
 
 
-def mark(tokenizer, text):
-    """The attributes of mlx-lm's tokenizer about an end of reasoning."""
-    tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
-    added = tokenizer.get_added_vocab
-    return SimpleNamespace(think_end=text, think_end_tokens=tokens, get_added_vocab=added)
+def thinks(tokenizer, end):
+    """A format whose thoughts have this end; none if it is empty."""
+    marks = Marks(tokenizer.get_vocab())
+    for token in ("<|end|>", "<|sep|>"):
+        marks.code(token)
+    return Format(marks, Thoughts("<t>", end) if end else None)
 
 
 def accepts(tokenizer, grammar, text):
@@ -53,7 +56,7 @@ def accepts(tokenizer, grammar, text):
 @pytest.mark.parametrize("end", ["<|end|>", "</t>", "</think>", "<|end|>so<|sep|>"])
 @pytest.mark.parametrize(("options", "right", "wrong"), OTHERS, ids=lambda v: str(v)[:40])
 def test_the_answer_follows_the_reasoning(tokenizer, end, options, right, wrong):
-    grammar = after_reasoning(mark(tokenizer, end), options)["grammar"]
+    grammar = after_reasoning(thinks(tokenizer, end), options)["grammar"]
     for thought in ("", "Hm {\n<|e </ so"):
         for text in right:
             assert accepts(tokenizer, grammar, f"{thought}{end}{text}")
@@ -71,27 +74,73 @@ def test_the_answer_follows_the_reasoning(tokenizer, end, options, right, wrong)
 )
 def test_what_cannot_follow_reasoning_is_refused(tokenizer, end, options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}: expected a prompt that does not"):
-        after_reasoning(mark(tokenizer, end), options)
+        after_reasoning(thinks(tokenizer, end), options)
+
+
+TOOLS = [{"function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+
+
+def of_format(tokenizer, name):
+    return named(name)(Marks(tokenizer.get_vocab()), None)
+
+
+def called(form, *names, arguments='"a b"'):
+    """The text of calls in a format."""
+    objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name in names]
+    if form == "mistral":
+        return f"[TOOL_CALLS][{', '.join(objects)}]"
+    tag = {"json_tools": "tool_call", "longcat": "longcat_tool_call"}[form]
+    return "\n".join(f"<{tag}>\n{each}\n</{tag}>" for each in objects)
 
 
 @pytest.mark.parametrize("reasons", [False, True])
-def test_calls_are_in_the_models_format(tokenizer, reasons):
-    named = SimpleNamespace(
-        tool_parser=json_tools.parse_tool_call,
-        tool_call_start=json_tools.tool_call_start,
-        tool_call_start_tokens=None,
-        tool_call_end=json_tools.tool_call_end,
-        tool_call_end_tokens=tuple(tokenizer.encode("</tool_call>")),
-    )
-    tools = [{"function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
-    options, before = of_tools(named, tools, None), ""
+@pytest.mark.parametrize("name", ["json_tools", "longcat", "mistral"])
+def test_calls_are_in_the_models_format(tokenizer, name, reasons):
+    options, before = of_tools(of_format(tokenizer, name), TOOLS, None), ""
     if reasons:
-        options, before = after_reasoning(mark(tokenizer, "</t>"), options), "Hm.</t>\n\n"
-
-    def call(name, arguments='"a b"'):
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-    for text in (call("g"), call("g") + "\n" + call("f", JSON_TEXTS[1])):
+        options, before = after_reasoning(thinks(tokenizer, "</t>"), options), "Hm.</t>\n\n"
+    for text in (called(name, "g"), called(name, "g", "f", "g", arguments=JSON_TEXTS[1])):
         assert accepts(tokenizer, options["grammar"], before + text)
-    for text in ("", call("g")[:-1], call("h"), call("g", "2"), call("g") + "so"):
+    good = called(name, "g")
+    for text in (
+        "",
+        good[:-1],
+        called(name, "h"),
+        called(name, "g", arguments="2"),
+        f"{good}s",
+    ):
         assert not accepts(tokenizer, options["grammar"], before + text)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("end", [None, "<|end|>", "</t>", "</think>"])
+@pytest.mark.parametrize(("options", "right", "wrong"), OTHERS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize("name", ["json_tools", "longcat", "mistral"])
+def test_a_call_or_an_answer(tokenizer, name, options, right, wrong, end):
+    model = of_format(tokenizer, name)
+    assert leaves_calls(model, options)
+    options, before = or_calls(model, options, TOOLS), ""
+    if end is not None:
+        options, before = after_reasoning(thinks(tokenizer, end), options), f"Hm {{{end}\n"
+    grammar = options["grammar"]
+    calls = [called(name, "f"), called(name, "g", "f")]
+    for text in (*right, *calls):
+        assert accepts(tokenizer, grammar, before + text)
+    mixed = [calls[0] + right[0], right[0] + calls[0], "so " + calls[0], "so " + right[0]]
+    for text in (*wrong, *mixed, "", calls[0][:-1], called(name, "h")):
+        assert not accepts(tokenizer, grammar, before + text)
+
+
+def test_a_schema_that_begins_as_a_call_does(tokenizer):
+    """The calls of mistral have a list, too."""
+    schema = {"type": "array", "items": {"type": "integer"}}
+    model = of_format(tokenizer, "mistral")
+    grammar = or_calls(model, {"json_schema": schema}, TOOLS)["grammar"]
+    for text in ("[1, 2]", "[]", called("mistral", "f")):
+        assert accepts(tokenizer, grammar, text)
+    assert not accepts(tokenizer, grammar, "[TOOL")
+
+
+def test_what_leaves_no_calls(tokenizer):
+    assert not leaves_calls(of_format(tokenizer, "json_tools"), {"regex": "a"})
+    assert not leaves_calls(thinks(tokenizer, None), {"json_schema": SCHEMA})

@@ -5,7 +5,6 @@ import re
 
 import pytest
 from jsonschema import validate
-from mlx_lm.tool_parsers import json_tools
 
 from tests.support.commands.server_harness import (
     MODEL,
@@ -101,6 +100,82 @@ def test_system_blocks_and_tool_results_reach_the_template(claude):
     assert message.content[0].text == solo(prompt, 9)[0]
 
 
+TEXT = {"type": "text", "text": "so?"}
+
+
+def document(source, **more):
+    return {"type": "document", "source": source} | more
+
+
+PLAIN = {"type": "text", "media_type": "text/plain", "data": "a\nb"}
+OF_BLOCKS = {"type": "content", "content": [{"type": "text", "text": t} for t in ("c", "d")]}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "prompt"),
+    [
+        ([document(PLAIN)], "a\nb"),
+        ([document(PLAIN), TEXT], "a\nb\n\nso?"),
+        ([TEXT, document(PLAIN), document(OF_BLOCKS), TEXT], "so?\n\na\nb\n\ncd\n\nso?"),
+        ([document(PLAIN, title="T", context="from C"), TEXT, TEXT], "T\nfrom C\na\nb\n\nso?so?"),
+        ([document({"type": "content", "content": "c"}, title=None), TEXT], "c\n\nso?"),
+    ],
+)
+@pytest.mark.parametrize("in_result", [False, True])
+def test_documents_of_text_become_text(server, blocks, prompt, in_result):
+    messages, text = [{"role": "user", "content": blocks}], f"user: {prompt}\n"
+    if in_result:
+        messages = [
+            *USER,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f"}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "t", "content": blocks}],
+            },
+        ]
+        messages[1]["content"][0]["input"] = {}
+        text = f"user: def f\nassistant: f{{}}\ntool: {prompt}\n"
+    body = {"messages": messages, "max_tokens": 9}
+    status, headers, answer = post(server, body, "/v1/messages")
+    assert status == 200 and answer["content"][0]["text"] == solo(text, 9)[0]
+    assert headers["x-ignored-fields"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (document({"type": "base64", "media_type": "application/pdf", "data": "JVB"}), "/pdf"),
+        (document({"type": "url", "url": "http://a/b.pdf"}), "'url'"),
+        (document({"type": "file", "file_id": "f"}), "'file'"),
+        (document({"type": "text", "media_type": "text/plain", "data": 1}), "documents of text"),
+        (document({"type": "content", "content": [{"type": "image"}]}), "'image'"),
+        (document(None), "documents of text"),
+        (document(PLAIN, title=1), "title"),
+        (document(PLAIN, context={}), "context"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("in_result", [False, True])
+def test_other_documents_are_refused_by_name(server, given, told, in_result):
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [given]}
+    body = {"max_tokens": 1, "messages": [{"role": "user", "content": [given]}]}
+    if in_result:
+        body["messages"] = [{"role": "user", "content": [result]}]
+    status, _, answer = post(server, body, "/v1/messages")
+    message = answer["error"]["message"]
+    assert (
+        status == 400 and message.startswith("messages[0].content: expected ") and told in message
+    )
+
+
+def test_citations_that_are_asked_for_are_ignored_by_name(server):
+    for wanted, told in ((True, "document.citations"), (False, None)):
+        given = document(PLAIN, citations={"enabled": wanted})
+        body = {"messages": [{"role": "user", "content": [given]}], "max_tokens": 1}
+        status, headers, _ = post(server, body, "/v1/messages")
+        assert (status, headers["x-ignored-fields"]) == (200, told)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("system", "roles", "prompt"),
@@ -194,7 +269,7 @@ def test_tools_are_called_through_the_client(server, claude, choice, streams):
         "messages": USER,
         "extra_body": {"temperature": 1},
     }
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         if streams:
             with claude.messages.stream(**options) as stream:
                 message = stream.get_final_message()
@@ -211,7 +286,7 @@ def test_a_whole_message_has_the_order_of_its_stream(server, claude):
     options = {"model": MODEL, "messages": USER, "tools": CLAUDE_TOOLS}
     options["tool_choice"] = {"type": "any"}
     found = 0
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         for seed in range(6):
             options |= {"max_tokens": 40 + 4 * seed}
             options["extra_body"] = {"seed": seed, "temperature": 1}

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from mlx_lm.tool_parsers import json_tools
 
 from mlx_paged.server import answers
 from mlx_paged.server.choices import CompletionChoice
@@ -148,7 +147,7 @@ def test_calls_that_json_has_not_are_text(server, path, stream, value, monkeypat
         "/v1/messages": [{"name": "f", "input_schema": {"type": "object"}}],
         "/v1/responses": [{"type": "function", **function}],
     }[path]
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         body = VALID[path] | {"tools": tools, "stream": stream}
         status, _, content = exchange(server, "POST", path, json.dumps(body))
     assert status == 200

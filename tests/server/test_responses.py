@@ -5,11 +5,13 @@ from typing import Literal
 
 import pytest
 from jsonschema import validate
-from mlx_lm.generate import TextStateMachine
-from mlx_lm.tool_parsers import json_tools
 from openai import APIError
 from pydantic import BaseModel
 
+from mlx_paged.formats.format import Format
+from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.parser import Begin
+from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.server.choices import CompletionChoice
 from tests.support.commands.server_harness import (
     MODEL,
@@ -29,7 +31,16 @@ pytest_plugins = ["tests.support.commands.server_fixtures"]
 FLAGS = "--chat-template", TEMPLATE
 TOOLS = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("f", "g")]
 PROMPT = "user: def f\n"
-COMMENTS = TextStateMachine({"normal": [("# ", "reasoning")], "reasoning": [("\n", "normal")]})
+
+
+class FirstLine(Format):
+    """The first line of an answer is a thought."""
+
+    def begin(self, generation_prompt, continued):
+        return Begin.THOUGHT
+
+
+FIRST_LINE = FirstLine(Marks({}), Thoughts("", "\n"))
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +141,7 @@ def test_the_client_follows_a_stream_and_parses_a_class(create, streams):
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "g"}])
 def test_functions_are_called(server, create, choice, streams):
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         options = {"tools": TOOLS, "tool_choice": choice, "max_output_tokens": 200}
         options |= {"parallel_tool_calls": False, "temperature": 1, "extra_body": {"seed": 3}}
         answer = create(**options, stream=streams)
@@ -149,25 +160,14 @@ def test_functions_are_called(server, create, choice, streams):
         validate(json.loads(item.arguments), SCHEMA)
 
 
-LATER = TextStateMachine(
-    {
-        "normal": [("<tool_call>", "tool"), ("# ", "reasoning")],
-        "reasoning": [("\n", "normal")],
-        "tool": [("</tool_call>", "normal")],
-    }
-)
-"""Text may follow a call, and a thought a text."""
-
-
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_a_whole_answer_has_the_order_of_its_stream(server, create, logprobs, monkeypatch):
+def test_a_whole_answer_has_the_order_of_its_stream(server, create, logprobs):
     """What is cut off after a call is text, and is what is incomplete."""
     found = 0
     options = {"tools": TOOLS, "tool_choice": "required", "temperature": 1}
     if logprobs:
         options["include"] = ["message.output_text.logprobs"]
-    with tool_format(server, json_tools):
-        monkeypatch.setattr(only_model(server), "machines", {True: LATER})
+    with tool_format(server, "json_tools"):
         for seed in range(6):
             options["max_output_tokens"] = 40 + 4 * seed
             options["extra_body"] = {"seed": seed}
@@ -187,7 +187,7 @@ def test_a_whole_answer_has_the_order_of_its_stream(server, create, logprobs, mo
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_log_probabilities_of_thoughts_make_no_messages(server, create, monkeypatch, streams):
-    monkeypatch.setattr(only_model(server), "machines", {False: COMMENTS, True: COMMENTS})
+    monkeypatch.setattr(only_model(server), "format", FIRST_LINE)
     options = {"input": "def g # why\n", "max_output_tokens": 120}
     answer = create(**options, include=["message.output_text.logprobs"], stream=streams)
     answer = events_of(answer)[-1].response if streams else answer
@@ -205,7 +205,7 @@ def test_reasoning_is_an_item_of_its_own_and_comes_back_sealed(
     server, create, monkeypatch, streams
 ):
     model = only_model(server)
-    monkeypatch.setattr(model, "machines", {False: COMMENTS, True: COMMENTS})
+    monkeypatch.setattr(model, "format", FIRST_LINE)
     options = {"input": "def g # why\n", "max_output_tokens": 120}
     options |= {"include": ["reasoning.encrypted_content"]}
     answer = create(**options, stream=streams)
@@ -217,10 +217,8 @@ def test_reasoning_is_an_item_of_its_own_and_comes_back_sealed(
             "response.reasoning_text.done"
         )
     thoughts = [item for item in answer.output if item.type == "reasoning"]
-    text = solo("user: def g # why\n\n", 120)[0]
-    assert "# " in text and thoughts
-    first = text.partition("# ")[2].partition("\n")[0]
-    assert first and thoughts[0].content[0].text.startswith(first)
+    first = solo("user: def g # why\n\n", 120)[0].partition("\n")[0]
+    assert first and [part.text for item in thoughts for part in item.content] == [first]
     assert thoughts[0].encrypted_content.endswith(thoughts[0].content[0].text)
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
 

@@ -4,21 +4,18 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from mlx_lm.generate import TextStateMachine
 
+from mlx_paged.formats.json_tools import JsonTools
+from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.parser import Begin
+from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.server.choices import CompletionChoice
 from mlx_paged.server.deltas import Delta
 from mlx_paged.server.prompts import Prompt
 
-MACHINE = TextStateMachine(
-    {
-        "normal": [("<think>", "reasoning"), ("<tool>", "tool")],
-        "reasoning": [("</think>", "normal"), ("<tool>", "tool")],
-        "tool": [("</tool>", "normal")],
-    }
-)
+FORMAT = JsonTools(Marks({}), Thoughts("<think>", "</think>"))
 
 
 def call(name, a):
@@ -29,18 +26,13 @@ def ended(reason):
     return Completion(0, 1, [], "", [], reason, None, 0.0, 0, 0)
 
 
-def read(text, width, state="normal", reason=FinishReason.STOP, **options):
+def read(text, width, begin=Begin.START, reason=FinishReason.STOP, **options):
     """The sum of all deltas of a text that arrives `width` characters at a time."""
-    tokenizer = SimpleNamespace(
-        tool_parser=lambda text, tools: json.loads(text),
-        tool_call_start="<tool>",
-        tool_call_end="</tool>",
-        decode=lambda tokens: f"<{tokens[0]}>",
-    )
-    model = SimpleNamespace(tokenizer=tokenizer, machines={True: MACHINE})
+    tokenizer = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")
+    model = SimpleNamespace(tokenizer=tokenizer, format=FORMAT)
     fields = {"messages": [], "tools": [{}], "stream": True, "stop": [], "min_tokens": 0}
     fields |= {"logprobs": False, "max_tokens": 9} | options
-    choice = CompletionChoice(0, model, fields, Prompt([1], "", state))
+    choice = CompletionChoice(0, model, fields, Prompt([1], "", begin))
     whole = Delta()
     pieces = [text[i : i + width] for i in range(0, len(text), width)]
     for i, piece in enumerate(pieces):
@@ -66,18 +58,19 @@ def parts_of(delta):
 @pytest.mark.parametrize("stop", [[], ["xy"], ["b <"]])
 def test_parts_keep_their_order(width, stop):
     """Also text that was held back because a stop string might begin there."""
-    f, g = call("f", 1), call("g", 2)
-    text = f"ax<tool>{f}</tool>b <think>cx</think>x<think>d</think><tool>{g}</tool>ex"
+    f, g = (f"<tool_call>{call(name, 1)}</tool_call>" for name in "fg")
+    text = f"<think>cx</think>ax{f}b {g}xb {f}{g}ex"
     assert parts_of(read(text, width, stop=stop)[0]) == [
-        *(("text", "ax"), ("tool_call", "f"), ("text", "b "), ("reasoning", "cx"), ("text", "x")),
-        *(("reasoning", "d"), ("tool_call", "g"), ("text", "ex")),
+        *(("reasoning", "cx"), ("text", "ax"), ("tool_call", "f"), ("text", "b ")),
+        *(("tool_call", "g"), ("text", "xb "), ("tool_call", "f"), ("tool_call", "g")),
+        ("text", "ex"),
     ]
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 7])
 def test_a_text_has_the_log_probabilities_of_its_tokens(width):
     """A thought and a call have none. Each token counts once, in the order of the tokens."""
-    text = f"<think>Hm.</think>{'ab' * 8}<tool>{call('f', 1)}</tool>{'cd' * 8}"
+    text = f"<think>Hm.</think>{'ab' * 8}<tool_call>{call('f', 1)}</tool_call>{'cd' * 8}"
     delta, _ = read(text, width, logprobs=True)
     assert [entry["id"] for entry in delta.logprobs] == [*range(-(-len(text) // width))]
     found = []
@@ -98,7 +91,7 @@ def test_a_text_has_the_log_probabilities_of_its_tokens(width):
         ("abcENDe", {"stop": ["END"]}, 6),
         ("a EN", {"stop": ["END"]}, 4),
         ("ab<thi", {}, 6),
-        ("ab<tool>no JSON</tool>", {}, 22),
+        ("ab<tool_call>no JSON</tool_call>", {}, 32),
     ],
 )
 def test_the_end_of_a_text_has_log_probabilities_too(text, options, count):
@@ -109,7 +102,8 @@ def test_the_end_of_a_text_has_log_probabilities_too(text, options, count):
 
 @pytest.mark.parametrize("width", [1, 3, 1000])
 def test_reasoning_text_and_tool_calls_are_told_apart(width):
-    text = f"<think>Hm.</think>Well: <tool>{call('f', 1)}</tool><tool>{call('g', 2)}</tool> so"
+    calls = f"<tool_call>{call('f', 1)}</tool_call><tool_call>{call('g', 2)}</tool_call>"
+    text = f"<think>Hm.</think>Well: {calls} so"
     delta, reason = read(text, width)
     assert (delta.reasoning, delta.text, reason) == ("Hm.", "Well:  so", "tool_calls")
     assert calls_of(delta) == [(0, "f", {"a": 1}), (1, "g", {"a": 2})]
@@ -117,7 +111,7 @@ def test_reasoning_text_and_tool_calls_are_told_apart(width):
 
 @pytest.mark.parametrize("width", [1, 1000])
 def test_a_prompt_may_leave_the_model_reasoning(width):
-    delta, reason = read(f"so<tool>{call('f', 1)}</tool>", width, state="reasoning")
+    delta, reason = read(f"so<tool_call>{call('f', 1)}</tool_call>", width, begin=Begin.THOUGHT)
     assert (delta.reasoning, delta.text, reason) == ("so", "", "tool_calls")
     assert len(delta.tool_calls) == 1
 
@@ -131,10 +125,10 @@ def test_text_that_only_begins_a_marker_is_not_lost_at_the_end(width, reason):
 
 @pytest.mark.parametrize("width", [1, 1000])
 def test_a_tool_call_that_the_end_cuts_off_counts_if_it_is_whole(width):
-    delta, reason = read(f"<tool>{call('f', 1)}", width)
+    delta, reason = read(f"<tool_call>{call('f', 1)}", width)
     assert calls_of(delta) == [(0, "f", {"a": 1})] and reason == "tool_calls"
-    delta, reason = read('<tool>{"name"', width, reason=FinishReason.LENGTH)
-    assert (delta.text, reason) == ('<tool>{"name"', "length")
+    delta, reason = read('<tool_call>{"name"', width, reason=FinishReason.LENGTH)
+    assert (delta.text, reason) == ('<tool_call>{"name"', "length")
 
 
 @pytest.mark.parametrize("width", [1, 1000])
@@ -142,16 +136,21 @@ def test_a_tool_call_that_the_end_cuts_off_counts_if_it_is_whole(width):
     "broken", ["no JSON", "[]", '{"arguments": {}}', '{"name": 1, "arguments": 1}']
 )
 def test_the_text_of_a_malformed_call_is_delivered(width, broken):
-    delta, reason = read(f"a <tool>{broken}</tool> b <tool>{call('f', 1)}</tool>", width)
-    assert delta.text == f"a <tool>{broken}</tool> b " and reason == "tool_calls"
+    text = f"a <tool_call>{broken}</tool_call> b <tool_call>{call('f', 1)}</tool_call>"
+    delta, reason = read(text, width)
+    assert delta.text == f"a <tool_call>{broken}</tool_call> b " and reason == "tool_calls"
     assert calls_of(delta) == [(0, "f", {"a": 1})]
-    delta, reason = read(f"<tool>{broken}</tool>", width)
-    assert (delta.text, delta.tool_calls, reason) == (f"<tool>{broken}</tool>", [], "stop")
+    delta, reason = read(f"<tool_call>{broken}</tool_call>", width)
+    assert (delta.text, delta.tool_calls, reason) == (
+        f"<tool_call>{broken}</tool_call>",
+        [],
+        "stop",
+    )
 
 
 @pytest.mark.parametrize("width", [1, 1000])
 def test_a_stop_string_counts_in_the_text_only(width):
-    text = f"<think>END</think>so<tool>{call('END', 1)}</tool> a END b"
+    text = f"<think>END</think>so<tool_call>{call('END', 1)}</tool_call> a END b"
     delta, reason = read(text, width, stop=["END"])
     assert (delta.reasoning, delta.text) == ("END", "so a ")
     assert calls_of(delta) == [(0, "END", {"a": 1})] and reason == "tool_calls"
@@ -167,6 +166,6 @@ def test_a_stop_string_counts_after_so_many_tokens():
 
 @pytest.mark.parametrize("width", [1, 1000])
 def test_one_call_ends_the_choice_if_no_more_may_come(width):
-    text = f"a<tool>{call('f', 1)}</tool><tool>{call('g', 2)}</tool>b"
+    text = f"a<tool_call>{call('f', 1)}</tool_call><tool_call>{call('g', 2)}</tool_call>b"
     delta, reason = read(text, width, parallel_tool_calls=False)
     assert (delta.text, calls_of(delta), reason) == ("a", [(0, "f", {"a": 1})], "tool_calls")

@@ -7,10 +7,13 @@ from typing import Literal
 
 import pytest
 from jsonschema import validate
-from mlx_lm.tool_parsers import json_tools, pythonic
 from pydantic import BaseModel
 
+from mlx_paged.formats.json_tools import JsonTools
+from mlx_paged.formats.parser import Begin
+from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.sampling.grammar import Grammars
+from mlx_paged.server import prompts
 from tests.support.commands.server_harness import (
     CODE,
     MODEL,
@@ -19,6 +22,10 @@ from tests.support.commands.server_harness import (
     TIMEOUT,
     client,
     demo,
+    exchange,
+    live,
+    model_format,
+    only_model,
     post,
     tool_format,
     written,
@@ -126,7 +133,7 @@ DEEP = {
 def test_deep_nesting_is_a_mistake_of_the_client(server, field):
     """Whether llguidance gives up, or Python while it reads or writes JSON."""
     path = "/v1/messages" if field == "input_schema" else "/v1/chat/completions"
-    with tool_format(server, json_tools):
+    with tool_format(server, "json_tools"):
         for depth in (200, 900, *range(960, 1000), 5000):
             deep = '{"items": ' * depth + "true" + "}" * depth
             body = json.dumps(CHAT | DEEP[field]).replace('"deep"', deep)
@@ -138,7 +145,7 @@ def test_deep_nesting_is_a_mistake_of_the_client(server, field):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_if_it_must_be(server, choice, stream):
-    with tool_format(server, json_tools, problem="planted"):
+    with tool_format(server, "json_tools", problem="planted"):
         answer = client(server).chat.completions.create(
             model=MODEL,
             messages=CHAT["messages"],
@@ -162,8 +169,223 @@ def test_a_tool_is_called_if_it_must_be(server, choice, stream):
         validate(json.loads(call.function.arguments), SCHEMA)
 
 
+ANSWER = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+ANSWER["additionalProperties"] = False
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
+BY_API = {
+    "/v1/chat/completions": (
+        CHAT | {"parallel_tool_calls": False},
+        {"tools": TOOLS, "response_format": FORMAT},
+        "required",
+    ),
+    "/v1/responses": (
+        {"input": "def f", "max_output_tokens": 80, "parallel_tool_calls": False},
+        {
+            "tools": [{"type": "function"} | tool["function"] for tool in TOOLS],
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": ANSWER}},
+        },
+        "required",
+    ),
+    "/v1/messages": (
+        CHAT,
+        {
+            "tools": [{"name": name, "input_schema": SCHEMA} for name in ("f", "g")],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "output_config": {"format": {"type": "json_schema", "schema": ANSWER}},
+        },
+        {"type": "any", "disable_parallel_tool_use": True},
+    ),
+}
+"""By path: a body, tools beside a schema, and the choice of tools that demands a call."""
+NAMED = {
+    "/v1/chat/completions": {"type": "function", "function": {"name": "g"}},
+    "/v1/responses": {"type": "function", "name": "g"},
+    "/v1/messages": {"type": "tool", "name": "g"},
+}
+
+
+def read(server, path, body, stream):
+    """The texts, the calls and the thoughts of an answer, and its headers, whatever its API."""
+    raw = json.dumps(body | {"stream": stream}).encode()
+    status, headers, content = exchange(server, "POST", path, raw)
+    assert status == 200, content
+    texts, calls, thoughts = [], [], []
+    if path == "/v1/chat/completions" and stream:
+        lines = [line[6:] for line in content.decode().split("\n\n") if line.startswith("data: {")]
+        parts = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+        text = "".join(part.get("content") or "" for part in parts)
+        thoughts = [part["reasoning"] for part in parts if "reasoning" in part]
+        calls = [call["function"] for part in parts for call in part.get("tool_calls", ())]
+        texts = [text] if text else []
+    elif path == "/v1/chat/completions":
+        message = json.loads(content)["choices"][0]["message"]
+        texts = [message["content"]] if message["content"] else []
+        thoughts = [message["reasoning"]] if "reasoning" in message else []
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+    elif path == "/v1/responses":
+        answer = json.loads(content) if not stream else None
+        if stream:
+            *_, last = (x for x in content.decode().split("\n") if x.startswith("data: "))
+            answer = json.loads(last[6:])["response"]
+        texts = [i["content"][0]["text"] for i in answer["output"] if i["type"] == "message"]
+        thoughts = [i for i in answer["output"] if i["type"] == "reasoning"]
+        calls = [item for item in answer["output"] if item["type"] == "function_call"]
+    else:
+        blocks = blocks_of(content) if stream else json.loads(content)["content"]
+        texts = [block["text"] for block in blocks if block["type"] == "text"]
+        thoughts = [block for block in blocks if block["type"] == "thinking"]
+        calls = [
+            {"name": block["name"], "arguments": json.dumps(block["input"])}
+            for block in blocks
+            if block["type"] == "tool_use"
+        ]
+    return texts, calls, thoughts, headers
+
+
+def blocks_of(content):
+    """The content blocks of a stream of Anthropic's."""
+    blocks = []
+    for line in content.decode().split("\n"):
+        event = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
+        if event.get("type") == "content_block_start":
+            blocks.append(event["content_block"])
+        elif event.get("type") == "content_block_delta":
+            delta = event["delta"]
+            if delta["type"] == "input_json_delta":
+                blocks[-1]["input"] = json.loads(delta["partial_json"])
+            else:
+                name = delta["type"].removesuffix("_delta")
+                blocks[-1][name] += delta[name]
+    return blocks
+
+
+CASES = [(path, stream) for path in BY_API for stream in (False, True)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", ["json_tools", "longcat", "mistral"])
+@pytest.mark.parametrize(("path", "stream"), CASES)
+def test_tools_beside_a_schema_are_a_call_or_an_answer(server, path, stream, name):
+    body, fields, _ = BY_API[path]
+    kinds = set()
+    with tool_format(server, name):
+        for seed in range(8):
+            sampled = {"temperature": 1.5, "seed": seed, "top_k": 0}
+            texts, calls, _, headers = read(server, path, body | fields | sampled, stream)
+            assert "x-ignored-fields" not in headers
+            assert bool(texts) != bool(calls)
+            kinds.add("call" if calls else "answer")
+            for text in texts:
+                validate(json.loads(text), ANSWER)
+            for call in calls:
+                assert call["name"] in ("f", "g")
+                validate(json.loads(call["arguments"]), SCHEMA)
+    assert kinds == {"call", "answer"}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("path", "stream"), CASES)
+def test_a_tool_that_must_be_called_goes_before_a_schema(server, path, stream, named):
+    body, fields, must = BY_API[path]
+    choice = {"tool_choice": NAMED[path] if named else must}
+    with tool_format(server, "json_tools", problem="planted"):
+        for seed in range(3):
+            sampled = {"temperature": 1.0, "seed": seed}
+            texts, calls, _, _ = read(server, path, body | fields | choice | sampled, stream)
+            assert calls and not texts
+            for call in calls:
+                assert call["name"] in (("g",) if named else ("f", "g"))
+                validate(json.loads(call["arguments"]), SCHEMA)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("path", "stream"), CASES)
+def test_a_call_or_an_answer_follows_a_thought(server, path, stream, monkeypatch):
+    """A thought here ends with its line."""
+    marks = only_model(server).format.marks
+    form = JsonTools(marks, Thoughts("", "\n"))
+    body, fields, _ = BY_API[path]
+    more = {"max_output_tokens" if "input" in body else "max_tokens": 400, "temperature": 1.5}
+    kinds = []
+    with model_format(server, form):
+        monkeypatch.setattr(prompts, "_begin", lambda *_: Begin.THOUGHT)
+        for seed in range(8):
+            given = body | fields | more | {"seed": seed}
+            texts, calls, thoughts, _ = read(server, path, given, stream)
+            text = "".join(texts).strip()
+            assert bool(text) != bool(calls)
+            kinds.append(("call" if calls else "answer", bool(thoughts)))
+            if text:
+                validate(json.loads(text), ANSWER)
+    assert ("call", True) in kinds and ("answer", True) in kinds
+
+
+@pytest.mark.parametrize("path", BY_API)
+@pytest.mark.parametrize("case", ["format", "regex", "none"])
+def test_tools_that_no_grammar_leaves_are_named(server, path, case):
+    """The schema alone is obeyed, as without tools."""
+    body, fields, _ = BY_API[path]
+    if case == "regex":
+        dropped = "response_format", "text", "output_config"
+        fields = {k: v for k, v in fields.items() if k not in dropped} | {"guided_regex": "[ab]{3}"}
+    if case == "none":
+        none = {"type": "none"} if path == "/v1/messages" else "none"
+        fields = fields | {"tool_choice": none}
+    with tool_format(server, "pythonic" if case == "format" else "json_tools"):
+        texts, calls, _, headers = read(server, path, body | fields, False)
+    (text,) = texts
+    assert not calls and headers["x-ignored-fields"] == (None if case == "none" else "tools")
+    if case == "regex":
+        assert re.fullmatch("[ab]{3}", text)
+    else:
+        validate(json.loads(text), ANSWER)
+
+
+def test_strict_fields_refuse_tools_that_no_grammar_leaves():
+    with live(*FLAGS, "--strict-fields") as own, tool_format(own, "pythonic"):
+        body = CHAT | BY_API["/v1/chat/completions"][1]
+        status, _, answer = post(own, body, "/v1/chat/completions")
+    assert (status, answer["error"]["param"]) == (400, "tools")
+
+
+BAD = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": BAD}}},
+            "response_format",
+        ),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}},
+            "text.format",
+        ),
+        (
+            "/v1/chat/completions",
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": BAD}}]},
+            "tools",
+        ),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "function", "name": "f", "parameters": BAD}]},
+            "tools",
+        ),
+    ],
+)
+def test_the_source_that_is_wrong_is_named(server, path, wrong, param):
+    body, fields, _ = BY_API[path]
+    with tool_format(server, "json_tools"):
+        status, _, answer = post(server, body | fields | wrong, path)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "uniqueItems" in answer["error"]["message"]
+
+
 def test_a_format_without_a_grammar_is_refused_by_name(server):
-    with tool_format(server, pythonic):
+    with tool_format(server, "pythonic"):
         body = CHAT | {"tools": TOOLS, "tool_choice": "required"}
         status, _, answer = post(server, body, "/v1/chat/completions")
     assert status == 400 and "(pythonic)" in answer["error"]["message"]

@@ -1,11 +1,16 @@
 """A chat template is tried when its model is loaded."""
 
+import http.client
+import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from mlx_lm.tool_parsers import json_tools
 
+from mlx_paged.chat.rendering import reserved_names
+from mlx_paged.formats.choice import chosen
 from mlx_paged.server.templates import Abilities, tried
+from tests.support import TIMEOUT
 from tests.support.commands.server_harness import demo, live, only_model, post
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -22,8 +27,8 @@ GOOD = (
 CALLS = {
     "good": (GOOD, None),
     "other name": (GOOD.replace("call.function.name", "'other'"), "is read as {'name': 'other'"),
-    "other arguments": (GOOD.replace(" | tojson", ".values() | list | tojson"), "is read as"),
-    "no JSON": (GOOD.replace('"name"', "name"), "is not read: JSONDecodeError"),
+    "other arguments": (GOOD.replace(" | tojson", ".values() | list | tojson"), "is not read"),
+    "no JSON": (GOOD.replace('"name"', "name"), "is not read"),
     "no marks": (GOOD.replace("tool_call>", "call>"), "is not read"),
     "fails": ("{{ raise_exception('no calls') }}", "is not read: TemplateError"),
 }
@@ -31,15 +36,10 @@ CALLS = {
 
 @pytest.fixture
 def tokenizer():
-    """The demo model's, which knows a format of tool calls meanwhile."""
+    """The demo model's, whose template may be changed."""
     tokenizer = demo()[1]
     before = tokenizer.chat_template, dict(vars(tokenizer))
-    vars(tokenizer).update(
-        has_chat_template=True,
-        _tool_parser=json_tools.parse_tool_call,
-        _tool_call_start=json_tools.tool_call_start,
-        _tool_call_end=json_tools.tool_call_end,
-    )
+    vars(tokenizer)["has_chat_template"] = True
     yield tokenizer
     tokenizer.chat_template = before[0]
     vars(tokenizer).update(before[1])
@@ -48,7 +48,7 @@ def tokenizer():
 @pytest.mark.parametrize(("call", "problem"), CALLS.values(), ids=CALLS)
 def test_a_call_that_is_not_read_as_it_is_written_is_a_problem(tokenizer, call, problem):
     tokenizer.chat_template = TURNS.replace("CALLS", call)
-    found = tried(tokenizer).tools_problem
+    found = chosen(tokenizer, "json_tools").problem
     assert found is None if problem is None else problem in found
 
 
@@ -108,3 +108,44 @@ def test_a_template_whose_calls_are_read_takes_tools():
     with live("--chat-template", named) as server:
         status, _, answer = post(server, BODY | {"tools": [TOOL]}, "/v1/chat/completions")
         assert status == 200, answer
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = f"{{% if messages[0].content == 'loop' %}}{LOOPS}{{% endif %}}{TURNS}"
+
+
+def test_templates_without_an_end_stop_no_other_request():
+    """A hundred at a time, of whose clients half do not wait."""
+    loop = json.dumps({"messages": [{"role": "user", "content": "loop"}], "max_tokens": 1})
+    with live("--chat-template", ENDLESS) as server, ThreadPoolExecutor(50) as pool:
+
+        def ask(waits):
+            connection = http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=TIMEOUT)
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", loop, headers)
+            status = connection.getresponse().status if waits else None
+            connection.close()
+            return status
+
+        assert set(pool.map(ask, [True, False] * 50)) == {400, None}
+        assert post(server, BODY, "/v1/chat/completions")[0] == 200
+        _, _, answer = post(server, json.loads(loop), "/v1/chat/completions")
+        assert "the chat template takes more than" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_client_sets_arguments_of_the_template_only(path):
+    plain = {"messages": BODY["messages"], "max_tokens": 1}
+    plain |= {"input": "def f", "max_output_tokens": 1} if path == "/v1/responses" else {}
+    if path == "/v1/responses":
+        del plain["messages"], plain["max_tokens"]
+    with live("--chat-template", TURNS + "{{ documents }}{{ other }}") as server:
+        for name in sorted(reserved_names()):
+            body = plain | {"chat_template_kwargs": {name: "x"}}
+            status, _, answer = post(server, body, path)
+            message = answer["error"]["message"]
+            assert status == 400 and message.startswith(f"chat_template_kwargs.{name}: expected ")
+            own = name in ("tools", "add_generation_prompt", "continue_final_message")
+            assert own is (f"the request's field {name}" in message)
+        given = {"documents": [{"title": "t", "text": "x"}], "other": 1}
+        assert post(server, plain | {"chat_template_kwargs": given}, path)[0] == 200

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from mlx_lm import stream_generate
 
+from mlx_paged.formats.format import Format
+from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.server import thinking
-from mlx_paged.server.models import _machine
 from mlx_paged.server.templates import Abilities, tried
 from tests.support.commands.server_harness import MODEL, client, demo, live, only_model, post
 
@@ -34,7 +36,7 @@ def thinker():
             _think_end_tokens=tuple(tokenizer.encode(END, add_special_tokens=False)),
         )
         model.abilities = tried(tokenizer)
-        model.machines = {tools: _machine(tokenizer, tools) for tools in (False, True)}
+        model.format = Format(Marks({}), Thoughts(START, END))
         yield server
 
 

@@ -25,6 +25,10 @@ class PatchOnImport:
             from mlx_paged.drop_in.patch import patch_mlx_lm
 
             patch_mlx_lm(**given["options"])
+            if given["cache_limit"] is not None:
+                import mlx.core as mx
+
+                mx.set_cache_limit(given["cache_limit"])
 
         if loader:
             loader.exec_module = exec_module

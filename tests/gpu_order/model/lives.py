@@ -15,7 +15,7 @@ from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_paged.batch_generator.generator import BatchGenerator
 from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 from tests.support.models import architectures, tiny_models
 from tests.support.simulation import schedules as simulation
 from tests.support.simulation.random_calls import TINY_GROUPS

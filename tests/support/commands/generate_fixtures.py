@@ -9,9 +9,10 @@ import mlx_lm
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged import cli as model_loader
+from mlx_paged import loading as model_loader
 from mlx_paged.engine.engine import Engine
-from mlx_paged.generate import __main__ as generate
+from mlx_paged.generate import command as generate
+from mlx_paged.generate.__main__ import main
 from tests.support.commands.generate_runs import Result, model_copy
 
 CHAT_TEMPLATE = (
@@ -38,7 +39,7 @@ def run(demo, monkeypatch, capsys) -> Run:
     def run(*arguments: object) -> Result:
         capsys.readouterr()
         try:
-            status = generate.main(["--kv-memory", "0.02", *map(str, arguments)])
+            status = main(["--kv-memory", "0.02", *map(str, arguments)])
         except SystemExit as exit:
             status = exit.code
         except KeyboardInterrupt:

@@ -6,14 +6,16 @@ import threading
 import time
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 
 from mlx_lm import stream_generate
 from openai import OpenAI
 
-from mlx_paged.cli import load_model
+from mlx_paged.formats.foreign import Foreign
+from mlx_paged.formats.registry import named
+from mlx_paged.loading import load_model
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
-from mlx_paged.server.models import _machine
 from tests.support import TIMEOUT
 
 MODEL = "default_model"
@@ -90,24 +92,25 @@ def only_model(server):
 
 
 @contextmanager
-def tool_format(server, module, problem=None):
-    """The demo model's tokenizer with the tool format of a module of mlx-lm."""
+def model_format(server, form, problem=None):
+    """The model of a server with another format, and a problem of its tools."""
     model = only_model(server)
-    tokenizer, before = model.tokenizer, model.machines
-    vars(tokenizer).update(
-        _tool_parser=module.parse_tool_call,
-        _tool_call_start=module.tool_call_start,
-        _tool_call_end=module.tool_call_end,
-    )
-    model.machines = {tools: _machine(tokenizer, tools) for tools in (False, True)}
-    abilities = model.abilities
-    model.abilities = abilities._replace(tools_problem=problem)
+    before, abilities = model.format, model.abilities
+    model.format, model.abilities = form, abilities._replace(tools_problem=problem)
     try:
         yield
     finally:
-        model.abilities = abilities
-        vars(tokenizer).update(_tool_parser=None, _tool_call_start=None, _tool_call_end=None)
-        model.machines = before
+        model.format, model.abilities = before, abilities
+
+
+def tool_format(server, name, problem=None):
+    """The model of a server with the tool format `name`: ours, or of mlx-lm's parsers."""
+    marks, kind = only_model(server).format.marks, named(name)
+    if kind is not None:
+        return model_format(server, kind(marks, None), problem)
+    module = import_module(f"mlx_lm.tool_parsers.{name}")
+    given = module.parse_tool_call, module.tool_call_start, module.tool_call_end
+    return model_format(server, Foreign(marks, None, name, *given), problem)
 
 
 def client(server, key="none"):

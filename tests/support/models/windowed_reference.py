@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 from mlx_paged.runner.model_probe import leaves, probe
 from tests.support.models.architectures import VOCAB, build
 from tests.support.ops.numpy_quantization import quantized_mlx_lm

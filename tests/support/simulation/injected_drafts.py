@@ -4,8 +4,8 @@ import random
 from collections.abc import Container
 from functools import partial
 
+from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
-from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from tests.support.models.architectures import VOCAB
 from tests.support.simulation.solo_runs import SoloModel, solo_run
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
+from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.vision.sight import SeenPrompt
 from tests.support.simulation.fault_injection import FailingProcessor
 from tests.support.simulation.solo_runs import BeamOptions

@@ -23,7 +23,7 @@ from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models import architectures, tiny_models

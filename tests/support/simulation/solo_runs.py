@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.options import KVBits
 from mlx_paged.request import FinishReason
 from mlx_paged.sampling.sampler import uniform
 from mlx_paged.sampling_params import SamplingParams

@@ -12,9 +12,9 @@ from jsonschema import validate
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
-from mlx_paged.cli import load_model
 from mlx_paged.kv.layer_groups import ONE_GROUP
-from mlx_paged.ops.formats import KVBits
+from mlx_paged.loading import load_model
+from mlx_paged.options import KVBits
 from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 from tests.support.random_schemas import random_schema
 from tests.support.simulation.random_calls import Setting

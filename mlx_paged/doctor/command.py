@@ -1,0 +1,96 @@
+"""Checks an installation and its device, and prints one page.
+
+The page goes to stdout, progress bars and mistakes to stderr.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_paged.cli import Parser
+from mlx_paged.doctor.apart import found_apart
+from mlx_paged.doctor.findings import Check, Findings, page, run_check
+from mlx_paged.doctor.flags import KINDS
+from mlx_paged.doctor.kernels import check_kernels, chosen, compare
+from mlx_paged.doctor.machine import check_machine
+from mlx_paged.doctor.memory import check_memory
+from mlx_paged.doctor.products import check_products
+from mlx_paged.doctor.sources import check_sources
+from mlx_paged.doctor.speed import check_speed
+from mlx_paged.doctor.tokens import check_order, check_tokens
+from mlx_paged.doctor.variants import all_variants
+from mlx_paged.starting import INTERRUPTED
+
+FAILED = 1
+CHECKS: dict[str, Check] = {
+    "machine": check_machine,
+    "kernels": check_kernels,
+    "sources": check_sources,
+    "products": check_products,
+    "tokens": check_tokens,
+    "order": check_order,
+    "memory": check_memory,
+    "speed": check_speed,
+}
+APART = {"machine", "products", "tokens", "order", "memory", "speed"}
+"""On a GPU each of these has a process of its own; the kernels have one for each kind."""
+
+
+def run(parser: Parser, args: argparse.Namespace) -> int:
+    """Run the checks. Returns 0 if all is right, 1 if not, 130 after Ctrl-C."""
+    checks = _chosen(args.only)
+    if not checks:
+        names = ", ".join(CHECKS)
+        parser.error(f"argument --only: expected {names} or a variant, got {args.only!r}")
+    results = list[Findings]()
+    try:  # a path that cannot be written fails before the work
+        _write(args.json, results, args.quick)
+    except OSError as error:
+        parser.error(f"argument --json: {error}")
+    is_apart = args.only is None and mx.default_device() != mx.Device(mx.cpu)
+    try:
+        for name, check in checks.items():
+            if is_apart and name in APART:
+                found = found_apart(name, args.quick)
+            else:
+                found = run_check(
+                    name,
+                    check,
+                    args.quick,
+                    lambda found: _write(args.json, [*results, found], args.quick),
+                )
+            results.append(found)
+            _write(args.json, results, args.quick)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    print(page(results, args.quick))
+    return 0 if all(found.ok for found in results) else FAILED
+
+
+def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:
+    """Write what was found so far."""
+    if path is None:
+        return
+    findings = {found.name: {"ok": found.ok, **asdict(found)} for found in results}
+    ok = bool(results) and all(found.ok for found in results)
+    num_wrong = sum(found.num_wrong for found in results)
+    report = {"ok": ok, "num_wrong": num_wrong, "quick": quick, "checks": findings}
+    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _chosen(only: str | None) -> dict[str, Check]:
+    """The checks that run, by name; none if there is no such check or variant."""
+    if only is None:
+        return CHECKS
+    if only in CHECKS:
+        return {only: CHECKS[only]}
+    if only in KINDS:
+        return {"kernels": lambda found, quick: compare(chosen(quick, only), found)}
+    variants = [variant for variant in all_variants() if variant.name == only]
+    return {"kernels": lambda found, _: compare(variants, found)} if variants else {}

@@ -1,0 +1,32 @@
+"""Arguments of ``python -m mlx_paged.doctor``. Knows no mlx."""
+
+from mlx_paged.cli import Parser
+
+CHECKS = {
+    "machine": "versions, the device, the path of attention",
+    "kernels": "every variant of the kernels against float64",
+    "sources": "the Metal sources, compiled where there is Xcode",
+    "products": "MLX's own products, attention and transforms against float64",
+    "tokens": "tokens of the engine against mlx-lm's, on the demo model",
+    "order": "reads and writes of a pool in a busy engine against a calm run",
+    "memory": "memory before, during and after mixed steps, against the promised budget",
+    "speed": "decode bandwidth and the host's time",
+}
+"""What each check compares or measures, by its name."""
+
+KINDS = "decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"
+"""What a variant is one of: each kind has kernels of its own."""
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "mlx_paged.doctor",
+        description="Checks an installation and its device; prints a page for an issue.",
+    )
+    parser.add_argument("--quick", action="store_true", help="check a sample, in a few seconds")
+    parser.add_argument("--json", metavar="FILE", help="also write all findings to this file")
+    texts = "; ".join(f"{name}: {text}" for name, text in CHECKS.items())
+    kinds = f"one kind of variants ({', '.join(KINDS)})"
+    only = f"one check ({texts}), {kinds}, or one variant of a kernel as the page names it"
+    parser.add_argument("--only", metavar="NAME", help=only)
+    return parser

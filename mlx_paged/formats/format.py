@@ -1,0 +1,104 @@
+"""What a family of models has in its own file: a :class:`Format`.
+
+A new family is a module with one class and, in ``tests/formats``, one table of cases and a renderer
+that is written after the documentation of the family. ``registry.py`` lists the class.
+
+- The marks of the family are coded when a format is made, with ``self.marks.code("<mark>")``. What
+  parsers read is coded text: a mark that is a token of the model is one character there. So a
+  pattern or a literal that is made of coded marks finds nothing that only looks like a mark.
+- ``openers`` are the coded texts that begin a call. The parser in ``parser.py`` calls
+  :meth:`Format.call` where it finds one.
+- ``call`` reads one wrapper, with one or more calls. It is a generator over a :class:`Scan`.
+  ``scan.json()`` reads JSON and keeps the model's text. The base class in ``tagged.py`` reads plain
+  values between tags.
+- ``rules`` is the grammar of calls, for requests in which a tool must be called.
+- A format that has channels instead of marks in one text has its own parser: it overrides
+  :meth:`Format.parser`, as ``harmony.py`` does.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.parser import Begin, Inline, Parser
+from mlx_paged.formats.scan import Calls, Scan
+from mlx_paged.formats.schemas import Tools
+from mlx_paged.formats.thoughts import Thoughts, coded
+
+
+class Function(NamedTuple):
+    """A function that a grammar lets the model call."""
+
+    name: str
+    schema: Any  # of its arguments
+
+
+class Format:
+    """How the models of a family write thoughts and calls.
+
+    Args:
+        marks: those of the model.
+        thoughts: the marks of its thoughts, as text; None if it does not think.
+
+    Attributes:
+        name: what ``--tool-format`` calls the format.
+        aliases: other names of it: those of mlx-lm's parsers that read it.
+        tokens: marks that are tokens of models with this format and of no others.
+        final_marks: marks that end an answer.
+        openers: coded texts that begin a call.
+        is_first_only: a call can only be the first thing of an answer.
+    """
+
+    name: str = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    tokens: ClassVar[tuple[str, ...]] = ()
+    final_marks: tuple[str, ...] = ()
+    openers: tuple[str, ...] = ()
+    is_first_only: bool = False
+
+    def __init__(self, marks: Marks, thoughts: Thoughts | None) -> None:
+        self.marks = marks
+        self.thoughts = thoughts and coded(marks, thoughts)
+
+    def call(self, scan: Scan, tools: Tools) -> Calls:
+        """Read a wrapper of calls.
+
+        Raises:
+            NoCall: the text is no well-formed call.
+        """
+        raise NotImplementedError
+
+    def parser(self, tools: Sequence[Any], begin: Begin, is_data: bool = False) -> Parser:
+        """A parser of one answer.
+
+        Args:
+            tools: those that may be called, in the form of chat completions; if there are none,
+                nothing is a call.
+            begin: where the answer begins.
+            is_data: the content follows a schema or a grammar.
+        """
+        calls = self if tools and self.openers else None
+        return Inline(self.marks, self.thoughts, calls, Tools(tools), begin, is_data)
+
+    def begin(self, generation_prompt: str, continued: str | None) -> Begin:
+        """Where an answer begins.
+
+        Args:
+            generation_prompt: the text that the chat template adds behind the messages.
+            continued: the text of the turn that the answer continues, if it does.
+        """
+        if self.thoughts is None:
+            return Begin.START if not continued else Begin.CONTENT
+        said = self.marks.coded_text(generation_prompt if continued is None else continued)
+        start, end = self.thoughts
+        if continued is not None and not said.lstrip().startswith(start):
+            return Begin.CONTENT if said.strip() else Begin.START
+        is_open = said.rfind(start.rstrip()) > said.rfind(end)
+        if is_open:
+            return Begin.THOUGHT
+        return Begin.START if continued is None else Begin.CONTENT
+
+    def rules(self, functions: Sequence[Function], several: bool) -> list[str] | None:
+        """Rules of a grammar in llguidance's form of Lark; the rule ``calls`` is one call of a
+        function, or `several` of them. None: no grammar of this format is known."""
+        return None

@@ -1,0 +1,269 @@
+"""Parsers divide an answer into events while it comes, token by token."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from mlx_paged.formats.events import Call, Event, NoCall, Text, Thought
+from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.scan import Calls, Scan
+from mlx_paged.formats.schemas import Tools
+from mlx_paged.formats.thoughts import Thoughts
+
+
+class Begin(Enum):
+    """Where an answer begins."""
+
+    START = "start"  # nothing of the answer is known: it may open a thought
+    THOUGHT = "thought"  # the prompt has opened a thought
+    CONTENT = "content"  # the prompt ends in the content of the answer
+
+
+class Parser(Protocol):
+    """Divides one answer."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the newest token belongs to a thought."""
+
+    def feed(self, token: int | None, text: str) -> list[Event]:
+        """Add a token. Returns what is certain now.
+
+        Args:
+            token: its id, which decides whether it is a mark; None if it is not known.
+            text: what the detokenizer adds with this token.
+        """
+
+    def finish(self, is_cut: bool) -> list[Event]:
+        """End the answer. Returns the rest of it.
+
+        Args:
+            is_cut: the model has not ended the answer itself. A call that is not complete is text.
+        """
+
+
+class Whole:
+    """A parser that finds nothing: every token is content."""
+
+    thinks = False
+
+    def feed(self, token: int | None, text: str) -> list[Event]:
+        return [Text(text)] if text else []
+
+    def finish(self, is_cut: bool) -> list[Event]:
+        return []
+
+
+class CallFormat(Protocol):
+    """What :class:`Inline` needs of a format."""
+
+    @property
+    def openers(self) -> tuple[str, ...]: ...
+    @property
+    def is_first_only(self) -> bool: ...
+
+    def call(self, scan: Scan, tools: Tools) -> Calls: ...
+
+
+class Inline:
+    """A parser of formats that write thoughts and calls into one text, between marks.
+
+    Args:
+        marks: those of the model.
+        thoughts: the marks of a thought in coded text; None if the model does not think.
+        calls: the format of calls; None if nothing is a call.
+        tools: what the request declares.
+        begin: where the answer begins.
+        is_data: the content follows a schema or a grammar: nothing in it is a call.
+    """
+
+    def __init__(
+        self,
+        marks: Marks,
+        thoughts: Thoughts | None,
+        calls: CallFormat | None,
+        tools: Tools,
+        begin: Begin = Begin.START,
+        is_data: bool = False,
+    ) -> None:
+        self._marks = marks
+        self._thoughts = thoughts
+        self._calls = calls
+        self._tools = tools
+        self._state = begin if thoughts or begin != Begin.THOUGHT else Begin.START
+        self._is_data = is_data or (calls is not None and calls.is_first_only)
+        self._rest = ""  # coded text that is not certain yet
+        self._is_empty = begin != Begin.CONTENT  # no content but white space since the last call
+        self._has_called = False
+        self._scan: Scan | None = None  # of the call that has begun at the beginning of `_rest`
+        self._steps: Calls | None = None
+        self._space = ""  # before that call, told only if it is none
+        self._late: list[tuple[list[Call], str]] = []  # calls in a thought, with their text
+        self._is_ended = self._is_cut = False
+
+    @property
+    def thinks(self) -> bool:
+        return self._state == Begin.THOUGHT
+
+    def feed(self, token: int | None, text: str) -> list[Event]:
+        return self._add(self._marks.coded(token, text))
+
+    def finish(self, is_cut: bool) -> list[Event]:
+        self._is_ended, self._is_cut = True, is_cut
+        return self._add("")
+
+    def _add(self, coded: str) -> list[Event]:
+        events: list[Event] = []
+        if self._scan is None:
+            self._rest += coded
+        else:
+            self._scan.text += coded
+        while self._go_on(events):
+            pass
+        return events
+
+    def _go_on(self, events: list[Event]) -> bool:
+        """Read as far as the state goes. Returns whether there is more to read."""
+        if self._scan is not None:
+            return self._read_call(self._scan, events)
+        if self._state == Begin.START:
+            return self._read_start()
+        if self._state == Begin.THOUGHT:
+            return self._read_thought(events)
+        return self._read_content(events)
+
+    def _read_start(self) -> bool:
+        """Look for a thought, which begins before the first character that is not white space."""
+        said = self._rest.lstrip()
+        start = self._thoughts.start if self._thoughts else ""
+        if start and said.startswith(start):
+            self._rest = said[len(start) :]
+            self._state = Begin.THOUGHT
+            return True
+        if start.startswith(said) and start != said and not self._is_ended:
+            return False
+        self._state = Begin.CONTENT
+        return True
+
+    def _read_thought(self, events: list[Event]) -> bool:
+        assert self._thoughts is not None
+        if self._late and not self._are_late_told(events):
+            return False
+        end, openers = self._thoughts.end, self._openers
+        marks = [end, *openers]
+        found = [(at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0]
+        if not found:
+            kept = 0 if self._is_ended else possible_start(self._rest, marks)
+            self._tell_thought(self._rest[: len(self._rest) - kept], events)
+            self._rest = self._rest[len(self._rest) - kept :]
+            return False
+        at, mark = min(found)
+        if not self._late:
+            self._tell_thought(self._rest[:at], events)
+        if mark in openers:
+            self._begin_call(at, events)
+            return True
+        self._rest = self._rest[at + len(end) :]
+        self._state = Begin.CONTENT
+        return True
+
+    def _are_late_told(self, events: list[Event]) -> bool:
+        """Calls in a thought count if the model ends its answer behind them: it has forgotten to
+        end the thought. Before another text they are part of the thought. Returns whether the
+        rest can be read."""
+        said = self._rest.lstrip()
+        may_begin = any(opener.startswith(said[: len(opener)]) for opener in self._openers)
+        if may_begin and not self._is_ended:
+            return said.startswith(tuple(self._openers))
+        if self._is_ended and not self._is_cut and not said:
+            events += [call for calls, _ in self._late for call in calls]
+            self._rest = ""
+        elif not said.startswith(tuple(self._openers)):
+            self._tell_thought("".join(text for _, text in self._late), events)
+            self._late = []
+        return bool(self._rest)
+
+    def _tell_thought(self, coded: str, events: list[Event]) -> None:
+        if coded:
+            events.append(Thought(self._marks.plain(coded)))
+
+    def _read_content(self, events: list[Event]) -> bool:
+        openers = self._openers
+        found = [at for opener in openers if (at := self._rest.find(opener)) >= 0]
+        if self._is_data and found and self._rest[: min(found)].strip():
+            found, openers = [], []
+        if found:
+            self._begin_call(min(found), events)
+            return True
+        kept = 0 if self._is_ended else possible_start(self._rest, openers)
+        certain = self._rest[: len(self._rest) - kept]
+        if self._is_empty and not certain.strip():
+            if not self._is_ended:  # white space beside calls is not told
+                return False
+            certain = "" if self._has_called else certain
+        if certain:
+            self._rest = self._rest[len(certain) :]
+            self._is_empty = False
+            events.append(Text(self._marks.plain(certain)))
+        return False
+
+    @property
+    def _openers(self) -> Sequence[str]:
+        is_over = self._is_data and not self._is_empty
+        return [] if self._calls is None or is_over else self._calls.openers
+
+    def _begin_call(self, at: int, events: list[Event]) -> None:
+        """Tell the text before the mark of a call, which is at `at`, and begin to read the call."""
+        assert self._calls is not None
+        before, self._scan, self._rest = self._rest[:at], Scan(self._rest[at:]), ""
+        self._steps = self._calls.call(self._scan, self._tools)
+        if self.thinks:  # what is before has been told, or is white space between calls
+            self._space = before if self._late else ""
+            return
+        self._space = before if self._is_empty and not before.strip() else ""
+        if before and not self._space:
+            self._is_empty = False
+            events.append(Text(self._marks.plain(before)))
+
+    def _read_call(self, scan: Scan, events: list[Event]) -> bool:
+        assert self._steps is not None and self._calls is not None
+        scan.is_ended, scan.is_cut = self._is_ended, self._is_cut
+        try:
+            next(self._steps)
+            return False
+        except StopIteration as done:
+            calls: list[Call] = done.value
+            self._rest = scan.text[scan.at :]
+            if self.thinks:
+                self._late.append((calls, self._space + scan.text[: scan.at]))
+            else:
+                self._is_empty = self._has_called = True
+                events += calls
+        except NoCall:
+            opener = max((o for o in self._calls.openers if scan.text.startswith(o)), key=len)
+            self._rest = scan.text[len(opener) :]
+            self._tell_opener(self._space + opener, events)
+        self._scan = self._steps = None
+        return True
+
+    def _tell_opener(self, coded: str, events: list[Event]) -> None:
+        """Tell a mark that begins no call, with the white space before it."""
+        if self.thinks:
+            self._tell_thought("".join(text for _, text in self._late) + coded, events)
+            self._late = []
+        else:
+            events.append(Text(self._marks.plain(coded)))
+            self._is_empty = False
+
+
+def possible_start(text: str, marks: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is the beginning of one of the marks."""
+    return max(
+        (
+            length
+            for mark in marks
+            for length in range(min(len(mark) - 1, len(text)), 0, -1)
+            if text.endswith(mark[:length])
+        ),
+        default=0,
+    )

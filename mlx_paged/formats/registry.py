@@ -1,0 +1,23 @@
+"""All formats, and which of them a model has."""
+
+from mlx_paged.formats.format import Format
+from mlx_paged.formats.harmony import Harmony
+from mlx_paged.formats.json_tools import JsonTools
+from mlx_paged.formats.longcat import Longcat
+from mlx_paged.formats.mistral import Mistral
+from mlx_paged.formats.qwen3_coder import Qwen3Coder
+
+FORMATS: tuple[type[Format], ...] = (
+    Qwen3Coder,
+    Harmony,
+    Mistral,
+    Longcat,
+    JsonTools,
+)
+"""Formats in the order in which they are tried on what a chat template writes. One that reads texts
+of another comes behind it."""
+
+
+def named(name: str) -> type[Format] | None:
+    """The format with a name or an alias; None if there is none."""
+    return next((form for form in FORMATS if name in (form.name, *form.aliases)), None)

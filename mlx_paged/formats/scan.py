@@ -1,0 +1,128 @@
+"""Reads a call from coded text that comes in pieces.
+
+A format describes its calls as a generator that takes parts of the text from a :class:`Scan` and
+returns the calls. It yields where more text is needed, and goes on when that has come, so that each
+character is read once. It raises NoCall as soon as the text can be no call.
+"""
+
+import re
+from collections.abc import Generator
+from typing import TypeVar
+
+from mlx_paged.formats.events import Call, NoCall
+from mlx_paged.formats.json_text import JsonScan
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A part of a call that is read in steps."""
+
+MAX_NAME = 256  # characters of a function's name
+_SPACE = re.compile(r"\s*")
+
+
+class Scan:
+    """Coded text that begins with the mark of a call.
+
+    Attributes:
+        text: what has come so far.
+        at: how far it is read.
+        is_ended: no more text follows.
+        is_cut: the answer ended before the model ended it.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.is_ended = False
+        self.is_cut = False
+
+    def more(self) -> Steps[None]:
+        """Wait for more text."""
+        if self.is_ended:
+            raise NoCall
+        yield
+
+    def take(self, literal: str) -> Steps[None]:
+        """Read a text that must follow."""
+        while len(self.text) < self.at + len(literal):
+            if not literal.startswith(self.text[self.at :]):
+                raise NoCall
+            yield from self.more()
+        if not self.text.startswith(literal, self.at):
+            raise NoCall
+        self.at += len(literal)
+
+    def maybe(self, literal: str) -> Steps[bool]:
+        """Read a text if it follows; tell whether it did."""
+        while literal.startswith(self.text[self.at :]) and len(self.text) < self.at + len(literal):
+            if self.is_ended:
+                return False
+            yield
+        is_there = self.text.startswith(literal, self.at)
+        self.at += len(literal) * is_there
+        return is_there
+
+    def close(self, literal: str) -> Steps[None]:
+        """Read the last mark of a call, which a model that ends its answer there may omit."""
+        yield from self.space()
+        if self.at == len(self.text) and not self.is_cut:
+            return
+        yield from self.take(literal)
+
+    def space(self) -> Steps[None]:
+        """Read white space up to the next character, or up to the end of the answer."""
+        while True:
+            self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+            if self.at < len(self.text) or self.is_ended:
+                return
+            yield
+
+    def name(self, *ends: str) -> Steps[str]:
+        """Read a name of a function up to one of the texts `ends`, which stays."""
+        start = self.at
+        while True:
+            found = [at for end in ends if (at := self.text.find(end, start)) >= 0]
+            name = self.text[start : min(found)] if found else self.text[start:]
+            if len(name) > MAX_NAME or _has_space(name if found else name.rstrip()):
+                raise NoCall
+            if found:
+                self.at = min(found)
+                return checked_name(name)
+            yield from self.more()
+
+    def until(self, end: str) -> Steps[str]:
+        """Read the text before the next `end`, and this."""
+        start = looked = self.at
+        while (found := self.text.find(end, looked)) < 0:
+            looked = max(start, len(self.text) - len(end) + 1)
+            yield from self.more()
+        self.at = found + len(end)
+        return self.text[start:found]
+
+    def json(self, first: str = "{[") -> Steps[str]:
+        """Read a JSON value that begins with one of the characters `first`."""
+        while self.at == len(self.text):
+            yield from self.more()
+        if self.text[self.at] not in first:
+            raise NoCall
+        start, scan = self.at, JsonScan()
+        while True:
+            self.at, is_whole = scan.feed(self.text, self.at, self.is_ended)
+            if is_whole:
+                return self.text[start : self.at]
+            yield from self.more()
+
+
+def checked_name(name: str) -> str:
+    """The name of a function, which has no white space. Raises NoCall for another text."""
+    if not name or len(name) > MAX_NAME or _has_space(name):
+        raise NoCall
+    return name
+
+
+def _has_space(text: str) -> bool:
+    return any(character.isspace() for character in text)
+
+
+Calls = Steps[list[Call]]
+"""The calls that a wrapper holds, read in steps."""

@@ -1,0 +1,180 @@
+"""Generates text for one or many prompts. The text goes to stdout, everything else to stderr."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_paged.cli import Parser
+from mlx_paged.engine.engine import Engine
+from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
+from mlx_paged.generate.report import (
+    RULE,
+    Progress,
+    print_results,
+    print_stats,
+    progress_of,
+)
+from mlx_paged.generate.results_file import (
+    Result,
+    check_files,
+    read_answers,
+    results_file,
+    written_files,
+)
+from mlx_paged.loading import engine_options, load_model
+from mlx_paged.outputs import Completion
+from mlx_paged.request import FinishReason
+from mlx_paged.runner.ranks import joined, rank
+from mlx_paged.starting import INTERRUPTED
+from mlx_paged.vision.images import knows_only_parts
+
+FAILED = 1
+SAME_TEXTS = (
+    "mlx_paged.generate: warning: --n or --best-of at temperature 0 gives the same text each time:"
+    " --temp above 0 gives different ones"
+)
+
+
+def run(parser: Parser, args: argparse.Namespace) -> int:
+    """Run the command. Returns 0, or 1 if a prompt failed, or 130 after Ctrl-C."""
+    try:
+        prepared = _prepare(args)
+    except (ValueError, OSError) as error:
+        parser.error(one_line(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    try:
+        return _run(prepared, args)
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # else the reader of stdout has closed it
+            print(f"mlx_paged.generate: error: {one_line(error)}", file=sys.stderr)
+        if error.filename is None:  # of stdout, which Python flushes again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Prompts that an engine has queued."""
+
+    engine: Engine
+    jobs: list[Job]
+    ids: list[list[int]]  # of the requests of each job
+    refusals: dict[int, str]  # why the engine refused a job, by its number
+    answered: dict[int, list[bytes]]  # lines of --output that an earlier run wrote, by number
+
+
+def _prepare(args: argparse.Namespace) -> Prepared:
+    """Read the prompts, check the files, load the model, queue the requests. Raises
+    ValueError for a wrong prompt, model or option, OSError for a file that cannot be read or
+    written."""
+    if rank():  # it has no prompts, and does not return
+        joined(load_model(args.model, args.adapter_path, args.trust_remote_code, args.vision)[0])
+    check_files(args)
+    specs = prompt_specs(args)
+    for path in written_files(args).values():  # a path that cannot be written fails before the work
+        Path(path).open("a", encoding="utf-8").close()
+    files = args.model, args.adapter_path, args.trust_remote_code
+    model, tokenizer = load_model(*files, args.vision)
+    model = joined(model)
+    try:
+        for token in args.extra_eos_token:
+            tokenizer.add_eos_token(token)
+    except ValueError as error:
+        raise ValueError(f"--extra-eos-token: {error}") from error
+    params = params_of(args, tokenizer)
+    given = params, tokenizer, args, getattr(model, "eyes", None), knows_only_parts(tokenizer)
+    jobs = [make_job(i, spec, *given) for i, spec in enumerate(specs, start=1)]
+    answered = read_answers(args.output, jobs) if args.resume else {}
+    jobs = [job for job in jobs if job.number not in answered]
+    if args.beams is None and any(j.count > 1 and j.params.temperature == 0 for j in jobs):
+        print(SAME_TEXTS, file=sys.stderr)
+    engine = Engine(
+        model,
+        tokenizer,
+        block_size=args.kv_block_size,
+        max_kv_tokens=max(1, sum(job.max_kv_tokens(args.kv_block_size) for job in jobs)),
+        max_running=args.max_running,
+        prefill_chunk=args.prefill_chunk,
+        lookahead=args.lookahead,
+        prewarm=not args.no_prewarm,
+        **engine_options(args),
+    )
+    ids, refusals = add_all(engine, jobs)
+    return Prepared(engine, jobs, ids, refusals, answered)
+
+
+def _run(prepared: Prepared, args: argparse.Namespace) -> int:
+    """Generate, print the texts, write the files. Ctrl-C keeps the finished prompts."""
+    engine, jobs, answered = prepared.engine, prepared.jobs, prepared.answered
+    total = len(jobs) + len(answered)
+    is_printed = args.output is None
+    is_single = total == len(jobs) == 1 and jobs[0].count == 1 and args.beams is None
+    streams = is_single and is_printed
+    results: list[Result] = []
+    status = 0
+    if answered and args.verbose:
+        text = f"{len(answered)} of {total} prompts are answered in {args.output}"
+        print(text, file=sys.stderr)
+    if jobs and args.verbose:
+        print(engine.memory_budget.line, file=sys.stderr)
+    with results_file(args.output, answered) as write:
+        try:
+            for result in _finished(prepared, streams=streams, shows=args.verbose):
+                write(result)
+                results.append(result)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+    if streams:
+        print(flush=True)
+    elif is_printed:
+        print_results(sorted(results, key=lambda result: result.job.number), total)
+    if args.verbose and jobs:
+        print_stats(engine)
+    if status == INTERRUPTED:
+        finished = len(results) + len(answered)
+        print(f"interrupted: {finished} of {total} prompts finished", file=sys.stderr)
+    if args.stats_json is not None:
+        stats = json.dumps(engine.metrics(), indent=2)
+        Path(args.stats_json).write_text(stats + "\n", encoding="utf-8")
+    engine.close()
+    for result in results:
+        for completion in result.completions:
+            if completion.finish_reason is FinishReason.ERROR:
+                print(f"{result.job.spec.source}: {completion.error}", file=sys.stderr)
+                status = FAILED
+    return status
+
+
+def _finished(prepared: Prepared, *, streams: bool, shows: bool) -> Iterator[Result]:
+    """Run the engine until it is idle: print the text as it comes, or show the progress. Yields
+    each prompt when all its completions are there, and first the prompts that were refused."""
+    engine, jobs = prepared.engine, prepared.jobs
+    for job in jobs:
+        if job.number in prepared.refusals:
+            yield Result.refused(job, prepared.refusals[job.number])
+    if streams and shows:
+        print(RULE, file=sys.stderr)
+    owners = {
+        each: (job, group) for job, group in zip(jobs, prepared.ids, strict=True) for each in group
+    }
+    done: dict[int, Completion] = {}
+    prompt_tokens = sum(len(job.tokens) for job in jobs)
+    with Progress(len(owners), is_shown=shows and bool(jobs), is_brief=streams) as bar:
+        while engine.has_work:
+            for output in engine.step():
+                if streams:
+                    if sys.stdout.isatty():
+                        bar.close()  # now the text shows the progress
+                    print(output.text, end="", flush=True)
+                if output.completion is not None:
+                    done[output.request_id] = output.completion
+                    job, group = owners[output.request_id]
+                    if all(each in done for each in group):
+                        yield Result(job, job.select([done[each] for each in group]))
+            bar.show(len(done), progress_of(engine, prompt_tokens))

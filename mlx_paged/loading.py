@@ -1,0 +1,96 @@
+"""Models of the commands, loaded from the names that flags give."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm import load
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.cli import GB, NUM_DRAFTS, demo_model_path
+from mlx_paged.runner.ranks import rank
+from mlx_paged.vision.host import load_seeing
+
+
+def _draft_model(path: str) -> nn.Module:
+    try:
+        return load_model(path)[0]
+    except ValueError as error:
+        raise ValueError(f"--draft-model: {error}") from error
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of :class:`Engine` whose flags are the same in both commands."""
+    if args.speculate is not None and args.draft_model is not None:
+        raise ValueError("--speculate is given beside --draft-model: expected one of them")
+    if args.num_draft_tokens != NUM_DRAFTS and args.draft_model is None:
+        raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
+    if args.kv_disk_gb is not None and args.kv_disk is None:
+        raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
+    names = "compile", "kv_bits", "policy", "num_draft_tokens", "preempt", "seed", "speculate"
+    others = "cascade", "cpu_linear", "metrics_jsonl", "spike_ms", "profile", "kv_disk"
+    model_files = [args.model or demo_model_path(), args.adapter_path]
+    return {
+        "model_files": [path for path in model_files if path is not None],
+        "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
+        "cache_limit": None if args.cache_limit is None else int(args.cache_limit * GB),
+        "prefix_cache": not args.no_prefix_cache,
+        "max_stall_ms": args.max_stall_ms or None,
+        "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
+        "kv_disk_gb": args.kv_disk_gb or 20.0,
+        **{name: getattr(args, name) for name in (*names, *others)},
+    }
+
+
+def load_model(
+    name: str | None = None,
+    adapter_path: str | None = None,
+    trust_remote_code: bool = False,
+    sees: bool = False,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. If it
+    `sees`, mlx-vlm loads it. Raises ValueError if the model or the adapter does not exist or cannot
+    be loaded."""
+    path = str(demo_model_path()) if name is None else name
+    return load_with_config(path, adapter_path, trust_remote_code, sees)[:2]
+
+
+def load_with_config(
+    path: str,
+    adapter_path: str | None,
+    trust_remote_code: bool,
+    sees: bool = False,
+    **tokenizer_config: str,
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """A model, its tokenizer and its configuration. Under mlx.launch the weights are read when they
+    are used. Raises ValueError as :func:`load_model`."""
+    if adapter_path is not None and not Path(adapter_path).is_dir():
+        raise ValueError(f"adapter {adapter_path}: no such directory")
+    if not Path(path).exists() and not _may_be_hub_id(path):
+        raise ValueError(f"model {path}: no such directory")
+    if sees and adapter_path is not None:
+        raise ValueError("--adapter-path is given beside --vision: expected one of them")
+    if sees and trust_remote_code:
+        raise ValueError("--trust-remote-code is given beside --vision: expected one of them")
+    try:
+        if sees:
+            return load_seeing(path, **tokenizer_config)
+        loaded: tuple[nn.Module, TokenizerWrapper, dict[str, Any]] = load(
+            path,
+            adapter_path=adapter_path,
+            tokenizer_config={"trust_remote_code": trust_remote_code} | tokenizer_config,
+            return_config=True,
+            trust_remote_code=trust_remote_code,
+            lazy=rank() is not None,
+        )
+    except Exception as error:
+        kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
+        detail = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
+    return loaded
+
+
+def _may_be_hub_id(name: str) -> bool:
+    owner, _, repo = name.partition("/")
+    return bool(owner and repo) and "/" not in repo and not name.startswith((".", "~"))

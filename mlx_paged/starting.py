@@ -1,0 +1,27 @@
+"""Starts a command, so that Ctrl-C ends it without a traceback from its first line on."""
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell gives it."""
+
+
+def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
+    """Exit with the status that `main` returns, or with `interrupted` after Ctrl-C. Imports of a
+    command are in `main`, because Ctrl-C may come during the imports."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        exit_interrupted(interrupted)
+
+
+def exit_interrupted(status: int) -> NoReturn:
+    """Exit with `status` after Ctrl-C; a status above 0 comes with a line on stderr."""
+    # A Ctrl-C within `exec` of a text, as dataclasses use it, sets a flag of CPython that ends the
+    # process by SIGINT even though the exception was caught. Each `exec` of a text resets the flag.
+    exec("")
+    if status:
+        print("interrupted", file=sys.stderr)
+    sys.exit(status)
