@@ -11,26 +11,21 @@ that is written after the documentation of the family. ``registry.py`` lists the
 - ``call`` reads one wrapper, with one or more calls. It is a generator over a :class:`Scan`.
   ``scan.json()`` reads JSON and keeps the model's text. The base class in ``tagged.py`` reads plain
   values between tags.
-- ``rules`` is the grammar of calls, for requests in which a tool must be called.
+- ``rules`` is the grammar of calls, for requests in which a tool must be called. A format with tags
+  sets ``shape``, and the base class makes its rules.
 - A format that has channels instead of marks in one text has its own parser: it overrides
   :meth:`Format.parser`, as ``harmony.py`` does.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+from mlx_paged.formats.grammar import Function
 from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.parser import Begin, Inline, Parser
 from mlx_paged.formats.scan import Calls, Scan
 from mlx_paged.formats.schemas import Tools
 from mlx_paged.formats.thoughts import Thoughts, coded
-
-
-class Function(NamedTuple):
-    """A function that a grammar lets the model call."""
-
-    name: str
-    schema: Any  # of its arguments
 
 
 class Format:

@@ -11,7 +11,8 @@ from typing import Any
 
 from mlx_paged.formats import grammar
 from mlx_paged.formats.events import Call, NoCall
-from mlx_paged.formats.format import Format, Function
+from mlx_paged.formats.format import Format
+from mlx_paged.formats.grammar import Function
 from mlx_paged.formats.json_text import is_json, items, members
 from mlx_paged.formats.marks import Marks, quoted
 from mlx_paged.formats.scan import Calls, Scan, checked_name

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_paged.formats.format import Function
+from mlx_paged.formats.grammar import Function
 from mlx_paged.formats.json_tools import object_rules, objects
 from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.scan import Calls, Scan

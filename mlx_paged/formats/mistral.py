@@ -10,7 +10,8 @@ from typing import Any
 
 from mlx_paged.formats import grammar
 from mlx_paged.formats.events import Call, NoCall
-from mlx_paged.formats.format import Format, Function
+from mlx_paged.formats.format import Format
+from mlx_paged.formats.grammar import Function
 from mlx_paged.formats.json_tools import calls_of, json_objects
 from mlx_paged.formats.marks import Marks, is_token, quoted
 from mlx_paged.formats.scan import Calls, Scan, Steps

@@ -12,6 +12,7 @@ value
 import re
 from typing import Any
 
+from mlx_paged.formats.grammar import Shape
 from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.tagged import Tagged
 
@@ -30,6 +31,13 @@ class Qwen3Coder(Tagged):
         self.function_end = marks.code("</function>")
         self.parameter = re.compile(r"<parameter=(?P<key>[^<>\n]+)>")
         self.parameter_end = marks.code("</parameter>")
+        self.shape = Shape(
+            wrapper=(f"{self.wrapper[0]}\n", f"\n{self.wrapper[1]}"),
+            function=("<function=", ">\n"),
+            function_end=self.function_end,
+            parameter=("<parameter=", ">\n"),
+            parameter_end=f"\n{self.parameter_end}\n",
+        )
 
     def trimmed(self, text: str) -> str:
         return text.removeprefix("\n").removesuffix("\n")

@@ -7,12 +7,13 @@ once.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from mlx_paged.formats.events import Call, NoCall
 from mlx_paged.formats.format import Format
+from mlx_paged.formats.grammar import Function, Shape, tagged_rules
 from mlx_paged.formats.json_text import written
 from mlx_paged.formats.marks import is_token
 from mlx_paged.formats.scan import MAX_NAME, Calls, Scan, Steps, checked_name
@@ -44,6 +45,7 @@ class Tagged(Format):
         function_end: the tag that closes a function.
         parameter: matches the tag that opens a value, with the group ``key``.
         parameter_end: the tag that closes a value.
+        shape: how calls are written, for grammars; None if the format has other ``rules``.
     """
 
     wrapper: tuple[str, str] | None
@@ -51,6 +53,12 @@ class Tagged(Format):
     function_end: str
     parameter: re.Pattern[str]
     parameter_end: str
+    shape: Shape | None = None
+
+    def rules(self, functions: Sequence[Function], several: bool) -> list[str] | None:
+        if self.shape is None:
+            return None
+        return tagged_rules(self.marks, self.shape, functions, several)
 
     def value(self, tools: Tools, name: str, opened: re.Match[str], text: str) -> str:
         """The JSON of a value: by the schema of its parameter.

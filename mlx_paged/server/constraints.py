@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mlx_paged.formats.format import Format, Function
-from mlx_paged.formats.grammar import json_rule
+from mlx_paged.formats.format import Format
+from mlx_paged.formats.grammar import Function, json_rule
 from mlx_paged.formats.marks import quoted
 
 Options = Mapping[str, Any]

@@ -7,6 +7,7 @@ import pytest
 from mlx_paged.formats.events import Call, Text, Thought
 from mlx_paged.formats.json_tools import JsonTools
 from mlx_paged.formats.parser import Begin
+from tests.support.formats.grammars import check_grammar
 from tests.support.formats.harness import Case, Mark, check_case, check_round_trips
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -156,3 +157,7 @@ def render(calls, rng):
 
 def test_random_calls_come_back():
     check_round_trips(JsonTools, MARKS, render, quotes=MARKS, rounds=300)
+
+
+def test_what_the_grammar_allows_is_a_call():
+    check_grammar(JsonTools, MARKS)

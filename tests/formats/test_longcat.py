@@ -6,6 +6,7 @@ import pytest
 
 from mlx_paged.formats.events import Call, Text
 from mlx_paged.formats.longcat import Longcat
+from tests.support.formats.grammars import check_grammar
 from tests.support.formats.harness import Case, Mark, check_case, check_round_trips
 
 NAMES = ("tool_call", "arg_key", "arg_value")
@@ -50,3 +51,7 @@ def render(calls, rng):
 
 def test_random_calls_come_back():
     check_round_trips(Longcat, MARKS, render, quotes=("</longcat_arg_value>", START), rounds=200)
+
+
+def test_what_the_grammar_allows_is_a_call():
+    check_grammar(Longcat, MARKS)

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_paged.formats.events import Call, Text, Thought
 from mlx_paged.formats.mistral import Mistral
+from tests.support.formats.grammars import check_grammar
 from tests.support.formats.harness import Case, Mark, check_case, check_round_trips
 
 MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]")
@@ -67,3 +68,7 @@ def render_old(calls, rng):
 @pytest.mark.parametrize("render", [render_new, render_old])
 def test_random_calls_come_back(render):
     check_round_trips(Mistral, MARKS, render, quotes=MARKS, rounds=200)
+
+
+def test_what_the_grammar_allows_is_a_call():
+    check_grammar(Mistral, MARKS)

@@ -6,6 +6,7 @@ import pytest
 
 from mlx_paged.formats.events import Call, Text
 from mlx_paged.formats.qwen3_coder import Qwen3Coder
+from tests.support.formats.grammars import check_grammar
 from tests.support.formats.harness import Case, Mark, check_case, check_round_trips, function
 
 MARKS = ("<tool_call>", "</tool_call>")
@@ -183,3 +184,7 @@ def test_many_tags_in_a_value_take_little_time():
     text = "</parameter>\n<parameter=z>\n" * 2000
     case = Case("tags", call("f", x=text + "."), [Call("f", json.dumps({"x": text + "."}))])
     check_case(Qwen3Coder, MARKS, case)
+
+
+def test_what_the_grammar_allows_is_a_call():
+    check_grammar(Qwen3Coder, MARKS, ends=["\n</parameter>\n"])
