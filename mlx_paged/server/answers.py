@@ -24,7 +24,7 @@ from mlx_paged.server.choices import CompletionChoice
 from mlx_paged.server.deltas import Delta
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.json_text import JsonAnswer, written
-from mlx_paged.server.models import Model
+from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal, refusing
 from mlx_paged.server.request_log import GONE, record_of

@@ -226,7 +226,7 @@ async def _complete(request: Request) -> Answer | Response:
         _check_count(fields, args)
     if any(has_image(message.get("content")) for message in fields.get("messages", ())):
         threads = state.images
-    path = await asyncio.to_thread(models.path, fields["model"])
+    path = await asyncio.to_thread(models.names.path, fields["model"])
     answer = APIS[url][0](state, path, fields, arrived, threads)
     answer.ignore(unknown)
     if url == COUNT_TOKENS:
@@ -267,20 +267,20 @@ async def _list_models(request: Request) -> Response:
     state, name = request.app.state, request.path_params.get("name")
     is_anthropics = _is_anthropics(request)
 
-    def entry(name: str) -> dict[str, Any]:
+    def entry(name: str, limit: int | None) -> dict[str, Any]:
+        own: dict[str, Any] = {"id": name, "max_model_len": limit}
         if is_anthropics:
             since = datetime.fromtimestamp(state.created, UTC).isoformat()
-            return {"type": "model", "id": name, "display_name": name, "created_at": since}
-        own = {"object": "model", "created": state.created, "owned_by": "mlx_paged"}
-        return {"id": name} | own
+            return own | {"type": "model", "display_name": name, "created_at": since}
+        return own | {"object": "model", "created": state.created, "owned_by": "mlx_paged"}
 
     if name is not None:
-        await asyncio.to_thread(state.models.path, name)  # raises a Refusal
-        return JsonAnswer(entry(name))
+        return JsonAnswer(entry(name, await asyncio.to_thread(state.models.limit_of, name)))
     listed = await asyncio.to_thread(state.models.listed)
-    ends = {"has_more": False, "first_id": listed[0], "last_id": listed[-1]}
+    names = list(listed)
+    ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     others = ends if is_anthropics else {"object": "list"}
-    return JsonAnswer({"data": [entry(each) for each in listed]} | others)
+    return JsonAnswer({"data": [entry(*each) for each in listed.items()]} | others)
 
 
 async def _health(request: Request) -> Response:

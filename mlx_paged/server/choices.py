@@ -15,7 +15,7 @@ from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.server.deltas import Delta, Placed
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.models import Model
+from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal
 

@@ -50,11 +50,23 @@ REFUSED: tuple[cli.Flag, ...] = (
 )
 """Flags of mlx_lm.server that take their defaults only; their help is what others ask for."""
 
+MODEL_NAMES = "others that requests may name (default: on a loopback host, the hub's cache)"
+
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "model": (
         *cli.MODEL,
         ("--served-model-name", _names, None, "NAMES", "names of it in requests, with commas"),
-        ("--max-models", COUNT_OR_NONE, 1, "N", "models in memory; 0: requests load no other one"),
+        (
+            "--max-models",
+            COUNT_OR_NONE,
+            1,
+            "N",
+            "models in memory, with --model; 0: no other one",
+        ),
+        ("--models-dir", str, None, "DIR", "of models, each a folder, that requests may name, too"),
+        ("--allow-models", _names, None, "NAMES", MODEL_NAMES),
+        ("--unpin-default", SWITCH, False, "", "other models may take the place of --model"),
+        ("--swap-seconds", SECONDS, 10.0, "S", "a model that leaves takes requests for so long"),
         ("--idle-seconds", SECONDS, None, "S", "unload a model after this time without requests"),
         ("--chat-template", _template, "", "TEMPLATE", "or a file; replaces the tokenizer's own"),
         ("--use-default-chat-template", SWITCH, False, "", "if the tokenizer has no template"),

@@ -189,7 +189,7 @@ class ServerMetrics:
         if is_first:
             self.ttft.observe(seconds)
         name = "time_to_first_token" if is_first else "inter_token_latency"
-        self._vllm[name].labels(self._models.label(path)).observe(seconds)
+        self._vllm[name].labels(self._models.names.label(path)).observe(seconds)
 
     def ended(
         self, path: str, reason: str, seconds: float | None, queue_s: float | None = None
@@ -199,7 +199,7 @@ class ServerMetrics:
         self.completions.labels(reason).inc()
         if seconds is not None:
             self.seconds.observe(seconds)
-            label = self._models.label(path)
+            label = self._models.names.label(path)
             self._vllm["e2e_request_latency"].labels(label).observe(seconds)
             self._success.labels(label, reason).inc()
             if queue_s is not None:
@@ -217,7 +217,7 @@ class ServerMetrics:
         found.append(_family(GAUGE, "mlx_memory_bytes", "Bytes that MLX holds.", held, "kind"))
         for model in list(self._models.loaded.values()):
             with suppress(RuntimeError):  # its engine has stopped
-                label = self._models.label(model.name)
+                label = self._models.names.label(model.name)
                 found += model.service.call(partial(engine_metrics, model=label))
         return _summed(found)
 

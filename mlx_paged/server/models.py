@@ -2,88 +2,33 @@
 
 import argparse
 import asyncio
-import gc
 import logging
 import time
-from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
 
-import mlx.core as mx
-from huggingface_hub import scan_cache_dir, snapshot_download
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from mlx_paged.cli import NUM_DRAFTS
-from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.service import EngineService
-from mlx_paged.formats import choice
-from mlx_paged.formats.format import Format
-from mlx_paged.kv.memory import default_kv_memory, spare_memory
-from mlx_paged.loading import load_with_config
-from mlx_paged.outputs import describe
-from mlx_paged.runner.ranks import joined, rank
-from mlx_paged.server.flags import engine_options
+from mlx_paged.kv.memory import spare_memory
+from mlx_paged.runner.ranks import rank
+from mlx_paged.server import loaded_model, model_files
+from mlx_paged.server.loaded_model import Model, in_own_thread
+from mlx_paged.server.model_names import ModelNames, directory_of
 from mlx_paged.server.request_body import Refusal
-from mlx_paged.server.templates import Abilities, tried
-from mlx_paged.vision.prompts import Eyes
-
-T = TypeVar("T")
-
-MAX_HELD = 1 << 30
-"""Bytes of processed images that the requests of a model hold, unless one of them has more."""
-
-POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-"""Names that configurations have for the number of positions."""
-
-
-@dataclass(eq=False, slots=True)
-class Model:
-    """A loaded model and its engine."""
-
-    name: str
-    tokenizer: TokenizerWrapper
-    service: EngineService
-    format: Format  # of its thoughts and calls
-    xtc_special_tokens: frozenset[int]
-    max_context: int  # tokens of prompt and completion: the model's, or what the pool can serve
-    longest_token: int  # bytes
-    abilities: Abilities  # of its chat template
-    has_states: bool  # of recurrent layers, so that only prompts up to kept ones are shared
-    eyes: Eyes | None = None  # makes its prompts with images
-    taken: int = 0  # completions that run or wait
-    held: int = 0  # bytes of their images
-    last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def take(self, change: int) -> None:
-        self.taken += change
-        self.last_used = time.monotonic()
-        (self.idle.clear if self.taken else self.idle.set)()
-
-    @contextmanager
-    def holding(self, size: int) -> Iterator[None]:
-        """Hold so many bytes of images. Raises Refusal beside others if all are too many."""
-        if size and self.held and self.held + size > MAX_HELD:
-            message = f"{self.held} bytes of images are held for others: try again later"
-            raise Refusal(503, message, "overloaded")
-        self.held += size
-        try:
-            yield
-        finally:
-            self.held -= size
 
 
 class Models:
-    """All loaded models by path. Only the thread of the event loop uses it, but for `start`."""
+    """All loaded models by path. Only the thread of the event loop uses it, but for `start`, `path`
+    and `listed`.
+
+    The default model is pinned unless ``--unpin-default``: only ``--idle-seconds`` unloads it, and
+    it keeps its place meanwhile.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.loaded: dict[str, Model] = {}
-        self.names = args.served_model_name or [args.model]
+        self.names = ModelNames(args)
+        self._limits: dict[str, int] = {}  # `max_context` of models that were loaded, by path
         self._turn = asyncio.Lock()  # held while a model is loaded or unloaded
         self._leaving: Model | None = None  # takes no more requests
         self._places = args.decode_concurrency + args.max_queue
@@ -93,45 +38,41 @@ class Models:
         """Whether completions can be computed."""
         return all(model.service.is_running for model in self.loaded.values())
 
-    def label(self, path: str) -> str:
-        """What metrics call the model at `path`: the name that it is served under."""
-        return str(self.names[0] if path == self.args.model else path)
-
     def start(self) -> None:
         """Load the default model, in the calling thread. Raises ValueError if that fails."""
         if rank() is not None:
             if self.args.max_models > 1 or self.args.idle_seconds:
                 raise ValueError("--max-models or --idle-seconds under mlx.launch: expected none")
             self.args.max_models = 0
-        self.loaded[self.args.model] = _make(self.args.model, self.args, self.args.max_models or 1)
+        self._make(self.names.default, self.args.max_models or 1)
 
     def close(self) -> None:
         for model in list(self.loaded.values()):
-            _release(model.service)
+            loaded_model.release(model.service)
 
-    def path(self, name: str) -> str:
-        """What to load for the model that a request names. Raises Refusal if nothing is here."""
-        if name in ("default_model", self.args.model, *self.names):
-            return str(self.args.model)
-        with suppress(Exception):  # the name can be anything, and so can the errors
-            if self.args.max_models and (Path(name) / "config.json").is_file():
-                return str(Path(name).resolve())
-            if self.args.max_models:
-                return snapshot_download(name, local_files_only=True)
-        served = ", ".join([*self.names, "default_model"])
-        others = " or a model in Hugging Face's cache" if self.args.max_models else ""
-        message = f"model {name!r} is not served here: expected {served}{others}"
-        raise Refusal(404, message, "model_not_found", "model")
+    def listed(self) -> dict[str, int | None]:
+        """The names of models that can be served, each with the tokens that prompt and completion
+        may have: its limit if the model was loaded, else what its configuration says, None if that
+        is no limit."""
+        own = self._limits.get(self.names.default)
+        found: dict[str, int | None] = dict.fromkeys(self.names.served, own)
+        for known in self.names.others():
+            found.setdefault(known.name, self._limit(str(known.directory)))
+        return found
 
-    def listed(self) -> list[str]:
-        """Names that a request may give: of the default model, of models in the hub's cache."""
-        found = {*self.loaded} - {self.args.model, *self.names}
-        with suppress(Exception):  # there is no cache
-            for repo in scan_cache_dir().repos if self.args.max_models else ():
-                files = {file.file_name for ref in repo.refs.values() for file in ref.files}
-                if {"config.json", "tokenizer_config.json"} <= files:
-                    found.add(repo.repo_id)
-        return [*self.names, *sorted(found)]
+    def limit_of(self, name: str) -> int | None:
+        """Tokens that prompt and completion of a model may have, as `listed` says. Raises Refusal
+        if the model cannot be served."""
+        path = self.names.path(name)
+        if path not in self._limits:
+            self._checked_size(path)
+        return self._limit(path)
+
+    def _limit(self, path: str) -> int | None:
+        if path in self._limits:
+            return self._limits[path]
+        most: int | None = self.args.max_context
+        return most or loaded_model.positions(model_files.configuration(Path(path)))
 
     @asynccontextmanager
     async def use(self, path: str, count: int) -> AsyncIterator[Model]:
@@ -161,22 +102,57 @@ class Models:
 
     async def _load(self, path: str) -> Model:
         """Load a model in the place of the least recently used ones. The caller has the turn."""
-        most = max(1, self.args.max_models)
-        size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-        while self.loaded and (len(self.loaded) >= most or size > spare_memory()):
-            await self._unload(min(self.loaded.values(), key=lambda model: model.last_used))
-
-        def load(places: int) -> None:  # kept also if its client leaves meanwhile
-            self.loaded[path] = _make(path, self.args, places)
-
+        places = await self._make_room(path)
         try:
-            await _in_own_thread(load, most - len(self.loaded))
+            await in_own_thread(self._make, path, places)  # to its end, also without its client
         except ValueError as error:
             raise Refusal(404, str(error), "model_not_found", "model") from error
         return self.loaded[path]
 
+    async def _make_room(self, path: str) -> int:
+        """Unload models until there is room for the one at `path`. Returns how many models may
+        still be loaded. Raises Refusal, before it unloads anything, if the model's files cannot be
+        loaded."""
+        size = await asyncio.to_thread(self._checked_size, path)
+        most, is_pinned = max(1, self.args.max_models), not self.args.unpin_default
+        places = most - 1 if is_pinned else most  # of models that are not pinned
+        needs_place = not is_pinned or path != self.names.default
+        while self.loaded:
+            free = [m for m in self.loaded.values() if not self._is_pinned(m)]
+            if not (needs_place and len(free) >= places) and size <= spare_memory():
+                break
+            if not free:
+                message = f"model {path} has {size} bytes of weights: {self.names.served[0]} leaves"
+                message += f" room for {spare_memory()}; start with --unpin-default"
+                raise Refusal(404, message, "model_not_found", "model")
+            await self._unload(min(free, key=lambda model: model.last_used))
+        return int(most) - len(self.loaded)
+
+    def _checked_size(self, path: str) -> int:
+        """Bytes of a model's weights. Raises Refusal if its files cannot be loaded."""
+        directory = directory_of(path)
+        if directory is None:  # the default model's, which has gone from the disk: loading tells
+            return 0
+        trusts = self.args.trust_remote_code and self.names.is_operators(path)
+        problem = model_files.problem(directory, trusts, self.args.vision)
+        if problem is not None:
+            raise Refusal(404, f"model {path}: {problem}", "model_not_found", "model")
+        return model_files.weights_size(directory)
+
+    def _is_pinned(self, model: Model) -> bool:
+        return model.name == self.names.default and not self.args.unpin_default
+
+    def _make(self, path: str, places: int) -> None:
+        trusts = self.args.trust_remote_code and self.names.is_operators(path)
+        self.loaded[path] = model = loaded_model.make(path, self.args, places, trusts)
+        self._limits[path] = model.max_context
+
     async def _unload(self, model: Model) -> None:
-        """Wait for the model's requests, then free its memory."""
+        """Free a model's memory when its requests have ended. More of them may come for
+        ``--swap-seconds``; then those that come wait until a model is loaded for them."""
+        if model.taken:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(model.idle.wait(), self.args.swap_seconds)
         self._leaving = model
         try:
             if model.taken:
@@ -185,101 +161,6 @@ class Models:
         finally:
             self._leaving = None
         logging.info("unloading %s", model.name)
-        await _in_own_thread(_release, model.service)
+        await in_own_thread(loaded_model.release, model.service)
         model.service = None  # type: ignore[assignment]
-        gc.collect()
-        mx.clear_cache()
-
-
-def _make(path: str, args: argparse.Namespace, places: int) -> Model:
-    """Load a model and start its engine with one of `places` equal parts of the pool's memory.
-    Raises ValueError if it cannot be loaded or served."""
-    if path != args.model:  # adapter, draft model and disk belong to the default model
-        args = argparse.Namespace(**vars(args))
-        args.adapter_path = args.draft_model = args.kv_disk = None
-        args.num_draft_tokens, args.kv_disk_gb = NUM_DRAFTS, None
-        args.tool_format = args.reasoning_format = None
-    template = {"chat_template": args.chat_template} if args.chat_template else {}
-    files = path, args.adapter_path, args.trust_remote_code
-    model, tokenizer, config = load_with_config(*files, sees=args.vision, **template)
-    try:
-        model = joined(model)
-        if args.use_default_chat_template and tokenizer.chat_template is None:
-            tokenizer.chat_template = tokenizer.default_chat_template
-            tokenizer.has_chat_template = True
-    except Exception as error:
-        raise ValueError(f"model {path}: {describe(error)}") from error
-    form, tools_problem = choice.chosen(tokenizer, args.tool_format, args.reasoning_format)
-    for mark in form.final_marks:
-        if mark in tokenizer.get_vocab():
-            tokenizer.add_eos_token(mark)
-    abilities = tried(tokenizer)._replace(tools_problem=tools_problem)
-    options = engine_options(args)
-    if options["kv_memory"] is not None:
-        options["kv_memory"] //= max(1, args.max_models)
-    elif places > 1:
-        options["kv_memory"] = default_kv_memory() // places
-    engine = Engine(model, tokenizer, prewarm=None, **options)
-    logging.info("%s: %s", path, engine.memory_budget.line)
-    engine.grammars.warm_up()
-    own, allocator = _positions(config), engine.manager.allocator
-    wanted = args.max_context or own
-    if wanted and own and wanted > own:
-        logging.warning("--max-context is %d, but %s has %d positions", wanted, path, own)
-    # The last token needs no K/V.
-    tokens = range(wanted or 1 << 40)
-    room = bisect_right(tokens, allocator.num_blocks, key=allocator.max_blocks)
-    if wanted and room < wanted:
-        logging.warning("%s: the KV pool has room for %d of %d tokens", path, room, wanted)
-    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
-    if abilities.tools_problem:
-        logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
-    newline = tokenizer.encode("\n", add_special_tokens=False)
-    service = EngineService(engine).start()
-    try:
-        service.call(lambda engine: None)  # it returns when the service has traced its decodes
-    except BaseException as error:
-        _release(service)
-        if not isinstance(error, RuntimeError):
-            raise
-        raise ValueError(f"model {path}: {describe(error.__cause__ or error)}") from error
-    return Model(
-        name=path,
-        tokenizer=tokenizer,
-        service=service,
-        format=form,
-        xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
-        max_context=room,
-        longest_token=longest,
-        abilities=abilities,
-        has_states=not engine.scheduler.rewinds,
-        eyes=getattr(model, "eyes", None),
-    )
-
-
-def _positions(config: Mapping[str, Any]) -> int | None:
-    """How many positions the rotary embedding or the table of a model has; None: no limit."""
-    config = config.get("text_config") or config
-    positions: int | None = next((config[name] for name in POSITIONS if config.get(name)), None)
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if positions is None or kind not in ("linear", "dynamic", "yarn"):
-        return positions
-    trained = scaling.get("original_max_position_embeddings", positions)
-    return max(positions, int(scaling.get("factor", 1) * trained))
-
-
-def _release(service: EngineService) -> None:
-    with suppress(RuntimeError):  # it has failed or was closed
-        service.call(lambda engine: engine.close())
-    service.close()
-
-
-async def _in_own_thread(function: Callable[..., T], *args: Any) -> T:
-    """Run `function` in a thread that ends with it, and with it what MLX keeps for a thread."""
-    run = asyncio.get_running_loop().run_in_executor
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            return await run(thread, function, *args)
-        finally:
-            await run(thread, mx.clear_streams)
+        loaded_model.give_back()

@@ -16,7 +16,7 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import SAMPLING, Fields
-from mlx_paged.server.models import Model
+from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
 from mlx_paged.vision.images import has_image, in_parts, parts_of

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.models import Model
+from mlx_paged.server.loaded_model import Model
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 

@@ -1,0 +1,179 @@
+"""A loaded model and its engine: both are made and released here."""
+
+import argparse
+import asyncio
+import ctypes
+import gc
+import logging
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.cli import NUM_DRAFTS
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.service import EngineService
+from mlx_paged.formats import choice
+from mlx_paged.formats.format import Format
+from mlx_paged.kv.memory import default_kv_memory
+from mlx_paged.loading import load_with_config
+from mlx_paged.outputs import describe
+from mlx_paged.runner.ranks import joined
+from mlx_paged.server.flags import engine_options
+from mlx_paged.server.request_body import Refusal
+from mlx_paged.server.templates import Abilities, tried
+from mlx_paged.vision.prompts import Eyes
+
+T = TypeVar("T")
+
+MAX_HELD = 1 << 30
+"""Bytes of processed images that the requests of a model hold, unless one of them has more."""
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+"""Names that configurations have for the number of positions."""
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """A loaded model and its engine."""
+
+    name: str
+    tokenizer: TokenizerWrapper
+    service: EngineService
+    format: Format  # of its thoughts and calls
+    xtc_special_tokens: frozenset[int]
+    max_context: int  # tokens of prompt and completion: the model's, or what the pool can serve
+    longest_token: int  # bytes
+    abilities: Abilities  # of its chat template
+    has_states: bool  # of recurrent layers, so that only prompts up to kept ones are shared
+    eyes: Eyes | None = None  # makes its prompts with images
+    taken: int = 0  # completions that run or wait
+    held: int = 0  # bytes of their images
+    last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, change: int) -> None:
+        self.taken += change
+        self.last_used = time.monotonic()
+        (self.idle.clear if self.taken else self.idle.set)()
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Hold so many bytes of images. Raises Refusal beside others if all are too many."""
+        if size and self.held and self.held + size > MAX_HELD:
+            message = f"{self.held} bytes of images are held for others: try again later"
+            raise Refusal(503, message, "overloaded")
+        self.held += size
+        try:
+            yield
+        finally:
+            self.held -= size
+
+
+def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Model:
+    """Load a model and start its engine with one of `places` equal parts of the pool's memory. If
+    the operator `trusts` it, its own code may run. Raises ValueError if it cannot be loaded or
+    served."""
+    if path != args.model:  # adapter, draft model and disk belong to the default model
+        args = argparse.Namespace(**vars(args))
+        args.adapter_path = args.draft_model = args.kv_disk = None
+        args.num_draft_tokens, args.kv_disk_gb = NUM_DRAFTS, None
+        args.tool_format = args.reasoning_format = None
+    template = {"chat_template": args.chat_template} if args.chat_template else {}
+    files = path, args.adapter_path, trusts
+    model, tokenizer, config = load_with_config(*files, sees=args.vision, **template)
+    try:
+        model = joined(model)
+        if args.use_default_chat_template and tokenizer.chat_template is None:
+            tokenizer.chat_template = tokenizer.default_chat_template
+            tokenizer.has_chat_template = True
+    except Exception as error:
+        raise ValueError(f"model {path}: {describe(error)}") from error
+    form, tools_problem = choice.chosen(tokenizer, args.tool_format, args.reasoning_format)
+    for mark in form.final_marks:
+        if mark in tokenizer.get_vocab():
+            tokenizer.add_eos_token(mark)
+    abilities = tried(tokenizer)._replace(tools_problem=tools_problem)
+    options = engine_options(args)
+    if options["kv_memory"] is not None:
+        options["kv_memory"] //= max(1, args.max_models)
+    elif places > 1:
+        options["kv_memory"] = default_kv_memory() // places
+    engine = Engine(model, tokenizer, prewarm=None, **options)
+    logging.info("%s: %s", path, engine.memory_budget.line)
+    engine.grammars.warm_up()
+    own, allocator = positions(config), engine.manager.allocator
+    wanted = args.max_context or own
+    if wanted and own and wanted > own:
+        logging.warning("--max-context is %d, but %s has %d positions", wanted, path, own)
+    # The last token needs no K/V.
+    tokens = range(wanted or 1 << 40)
+    room = bisect_right(tokens, allocator.num_blocks, key=allocator.max_blocks)
+    if wanted and room < wanted:
+        logging.warning("%s: the KV pool has room for %d of %d tokens", path, room, wanted)
+    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    if abilities.tools_problem:
+        logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    service = EngineService(engine).start()
+    try:
+        service.call(lambda engine: None)  # it returns when the service has traced its decodes
+    except BaseException as error:
+        release(service)
+        if not isinstance(error, RuntimeError):
+            raise
+        raise ValueError(f"model {path}: {describe(error.__cause__ or error)}") from error
+    return Model(
+        name=path,
+        tokenizer=tokenizer,
+        service=service,
+        format=form,
+        xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
+        max_context=room,
+        longest_token=longest,
+        abilities=abilities,
+        has_states=not engine.scheduler.rewinds,
+        eyes=getattr(model, "eyes", None),
+    )
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions the rotary embedding or the table of a model has; None: no limit."""
+    config = config.get("text_config") or config
+    positions: int | None = next((config[name] for name in POSITIONS if config.get(name)), None)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if positions is None or kind not in ("linear", "dynamic", "yarn"):
+        return positions
+    trained = scaling.get("original_max_position_embeddings", positions)
+    return max(positions, int(scaling.get("factor", 1) * trained))
+
+
+def release(service: EngineService) -> None:
+    with suppress(RuntimeError):  # it has failed or was closed
+        service.call(lambda engine: engine.close())
+    service.close()
+
+
+async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
+    """Run `function` in a thread that ends with it, and with it what MLX keeps for a thread."""
+    run = asyncio.get_running_loop().run_in_executor
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return await run(thread, function, *args)
+        finally:
+            await run(thread, mx.clear_streams)
+
+
+def give_back() -> None:
+    """Give freed memory back to the system."""
+    gc.collect()
+    mx.clear_cache()
+    with suppress(AttributeError, OSError):  # another C library does so by itself
+        ctypes.CDLL(None).malloc_trim(0)
