@@ -329,7 +329,7 @@ def test_a_head_may_come_in_pieces_on_a_connection_that_is_kept():
             for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n":
                 connection.sendall(bytes([byte]))
             seen = b""
-            while b'{"status":"ok"}' not in seen:
+            while b'"ok"}' not in seen:
                 seen += connection.recv(1 << 16) or pytest.fail("the connection is closed")
 
 
