@@ -13,19 +13,34 @@ that is written after the documentation of the family. ``registry.py`` lists the
   values between tags.
 - ``rules`` is the grammar of calls, for requests in which a tool must be called. A format with tags
   sets ``shape``, and the base class makes its rules.
+- ``around`` is the grammar of an answer with a thought before its content or its calls.
 - A format that has channels instead of marks in one text has its own parser: it overrides
   :meth:`Format.parser`, as ``harmony.py`` does.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from mlx_paged.formats.grammar import Function
-from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.grammar import ANY_TEXT, SPACE, Function
+from mlx_paged.formats.marks import Marks, quoted
 from mlx_paged.formats.parser import Begin, Inline, Parser
 from mlx_paged.formats.scan import Calls, Scan
 from mlx_paged.formats.schemas import Tools
 from mlx_paged.formats.thoughts import Thoughts, coded
+
+
+class Limit(NamedTuple):
+    """How the length of thoughts is limited, as texts.
+
+    Attributes:
+        start: begins a thought, at the beginning of an answer.
+        end: ends a thought.
+        forced: what follows where a thought is too long.
+    """
+
+    start: str
+    end: str
+    forced: str
 
 
 class Format:
@@ -92,6 +107,44 @@ class Format:
         if is_open:
             return Begin.THOUGHT
         return Begin.START if continued is None else Begin.CONTENT
+
+    @property
+    def thinks(self) -> bool:
+        """Whether models of the format can think."""
+        return self.thoughts is not None
+
+    def limit(self, may_call: bool) -> Limit | None:
+        """How the length of thoughts is limited; None if the model does not think.
+
+        Args:
+            may_call: the answer may have calls behind the thought.
+        """
+        if self.thoughts is None:
+            return None
+        start, end = map(self.marks.plain, self.thoughts)
+        return Limit(start, end, end)
+
+    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages of a chat as the templates of this family take them; `messages` itself is
+        not changed."""
+        return messages
+
+    def around(self, begin: Begin, parts: Sequence[str]) -> list[str]:
+        """Rules of a grammar of whole answers, ``start`` first; none if an answer that begins at
+        `begin` is one of the parts and nothing else.
+
+        Args:
+            parts: ``content`` or ``calls`` or both, which are other rules.
+        """
+        answer = " | ".join(parts)
+        if begin == Begin.THOUGHT and self.thoughts is not None:
+            end = self.thoughts.end
+            if self.marks.plain(end) == end:
+                thought = f"thought[suffix={quoted(end)}]: {ANY_TEXT}"
+            else:
+                thought = f"thought: {ANY_TEXT} {self.marks.lark(end)}"
+            return [f"start: thought {SPACE} ({answer})", thought]
+        return [f"start: {answer}"] if len(parts) > 1 else []
 
     def rules(self, functions: Sequence[Function], several: bool) -> list[str] | None:
         """Rules of a grammar in llguidance's form of Lark; the rule ``calls`` is one call of a

@@ -12,6 +12,7 @@ EMPTY = {"type": "object", "properties": {}}
 """The schema of a function that declares no parameters."""
 
 ANY_TEXT = r"/(.|\n)*/"
+SPACE = r"/\s{0,4}/"  # between a thought and the content
 
 
 class Function(NamedTuple):

@@ -9,18 +9,21 @@ content.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
 from mlx_paged.formats.events import Call, Event, NoCall, Text, Thought
-from mlx_paged.formats.format import Format
+from mlx_paged.formats.format import Format, Limit
+from mlx_paged.formats.grammar import ANY_TEXT, Function, json_rule
 from mlx_paged.formats.json_text import is_json
-from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.marks import Marks, quoted
 from mlx_paged.formats.parser import Begin, Parser, possible_start
 from mlx_paged.formats.scan import checked_name
 
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 _CHANNEL = re.compile(r"\s*(\w+)")
+_THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # names of a thought in a message
 _PEOPLE = {"assistant", "user", "all", "self"}  # recipients that are no functions
 
 
@@ -41,7 +44,58 @@ class Harmony(Format):
         self.ends = tuple(codes[name] for name in ("end", "return", "call"))
 
     def parser(self, tools: Sequence[Any], begin: Begin, is_data: bool = False) -> Parser:
-        return Channels(self, begin, bool(tools) and not is_data)
+        return Channels(self, begin, bool(tools))
+
+    @property
+    def thinks(self) -> bool:
+        return True
+
+    def limit(self, may_call: bool) -> Limit:
+        forced = "<|end|><|start|>assistant<|channel|>"  # which channel is open if it may call
+        forced = forced if may_call else f"{forced}final<|message|>"
+        return Limit("<|channel|>analysis<|message|>", "<|end|>", forced)
+
+    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The templates know thoughts as `thinking`, one call in a turn, and no content beside it.
+        So each call is a turn of its own, which the result of the call follows."""
+        found, at = list[dict[str, Any]](), 0
+        while at < len(messages):
+            message, at = messages[at], at + 1
+            if message.get("role") != "assistant":
+                found.append(message)
+                continue
+            behind = islice(messages, at, None) if message.get("tool_calls") else ()
+            results = list(takewhile(lambda each: each.get("role") == "tool", behind))
+            found += _said(message, results)
+            at += len(results)
+        return found
+
+    def around(self, begin: Begin, parts: Sequence[str]) -> list[str]:
+        """Content is the text of the channel final only."""
+        if begin == Begin.CONTENT:
+            return []
+        text, code = f"{ANY_TEXT} {self.marks.lark(self.ends[0])}", self.marks.lark
+        next_message = f'{code(self.start)} "assistant"'
+        final = f"{code(self.channel + 'final' + self.message)} content"
+        answers = " | ".join(final if part == "content" else part for part in parts)
+        first = f"{text} {next_message} " if begin == Begin.THOUGHT else ""
+        thought = f"{code(self.channel + 'analysis' + self.message)} {text} {next_message}"
+        return [f"start: {first}thought* ({answers})", f"thought: {thought}"]
+
+    def rules(self, functions: Sequence[Function], several: bool) -> list[str]:
+        code = self.marks.lark
+        named = " | ".join(f"call_{i}" for i in range(len(functions)))
+        begin = code(f"{self.channel}commentary to=functions.")
+        data = code(f" {self.constrain}json{self.message}")
+        more = f'({code(self.ends[0] + self.start)} "assistant" call)*' if several else ""
+        return [
+            f"calls: call {more}",
+            f"call: {begin} ({named})",
+            *(
+                f"call_{i}: {quoted(function.name)} {data} {json_rule(function.schema)}"
+                for i, function in enumerate(functions)
+            ),
+        ]
 
     def begin(self, generation_prompt: str, continued: str | None) -> Begin:
         if continued is not None:
@@ -51,6 +105,25 @@ class Harmony(Format):
         if not message:
             return Begin.START
         return Begin.THOUGHT if "analysis" in header else Begin.CONTENT
+
+
+def _said(message: dict[str, Any], results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The turns that a message of the assistant becomes, with the results of its calls."""
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    turn = {"thinking": thought} | message if thought else message
+    calls = message.get("tool_calls") or []
+    if not calls:
+        yield turn
+        return
+    if message.get("content"):
+        yield {name: message[name] for name in ("role", "content")}
+    for i, call in enumerate(calls):
+        yield turn | {"content": "", "tool_calls": [call]}
+        turn = {name: value for name, value in turn.items() if name not in _THOUGHTS}
+        is_last = i == len(calls) - 1
+        own = [each for each in results if is_last or each.get("tool_call_id") == call.get("id")]
+        results = [each for each in results if each not in own]
+        yield from own
 
 
 class Channels:

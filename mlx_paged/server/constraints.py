@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.grammar import Function, json_rule
-from mlx_paged.formats.marks import quoted
+from mlx_paged.formats.parser import Begin
 
 Options = Mapping[str, Any]
 NOTHING: Options = MappingProxyType({})
@@ -96,18 +96,29 @@ def of_tools(form: Format, tools: list[dict[str, Any]], name: str | None) -> Opt
 
 
 def leaves_calls(form: Format, options: Options) -> bool:
-    """Whether :func:`or_calls` knows a grammar: of the model's calls, and around these options."""
+    """Whether :func:`of_answer` knows a grammar of calls, or else of a text that follows these
+    options."""
     return "regex" not in options and form.rules([Function("f", None)], True) is not None
 
 
-def or_calls(form: Format, options: Options, tools: list[dict[str, Any]]) -> Options:
-    """A grammar of one or more calls of tools, or else of a text that follows `options`.
+def of_answer(form: Format, begin: Begin, content: Options, calls: Options) -> Options:
+    """What a whole answer follows: its content, or calls of tools, or one of both; a thought before
+    these is free.
 
     Raises:
-        ValueError: no grammar of this model's format is known.
+        ValueError: the content is a regular expression, which cannot be nested, but must be.
     """
-    calls = of_tools(form, tools, None)
-    rules = "start: calls | answer", f"calls: {_nested(calls)}", f"answer: {_nested(options)}"
+    parts = [name for name, part in (("content", content), ("calls", calls)) if part]
+    rules = form.around(begin, parts) if parts else []
+    if not rules:
+        return content or calls
+    if "regex" in content:
+        raise ValueError(
+            "regex: expected a prompt that does not end in reasoning; "
+            "many chat templates take enable_thinking: false in chat_template_kwargs"
+        )
+    rules += [f"content: {_nested(content)}"] if content else []
+    rules += [f"calls: {_nested(calls)}"] if calls else []
     return {"grammar": "\n".join(rules)}
 
 
@@ -117,22 +128,3 @@ def _nested(options: Options) -> str:
         schema = options["json_schema"]
         return json_rule(json.loads(schema) if isinstance(schema, str) else schema)
     return f"%lark {{\n{options['grammar']}\n}}"
-
-
-def after_reasoning(form: Format, options: Options) -> Options:
-    """The same options for a text that begins in reasoning, which they do not concern.
-
-    Raises:
-        ValueError: it is a regular expression, which cannot be nested, or the reasoning has no end.
-    """
-    if "regex" in options or form.thoughts is None:
-        raise ValueError(
-            f"{next(iter(options))}: expected a prompt that does not end in reasoning; "
-            "many chat templates take enable_thinking: false in chat_template_kwargs"
-        )
-    end = form.thoughts.end
-    if form.marks.plain(end) == end:  # its tokens are plain text
-        thought = f"thought[suffix={quoted(end)}]: /(.|\\n)*/"
-    else:
-        thought = f"thought: /(.|\\n)*/ {form.marks.lark(end)}"
-    return {"grammar": f"start: thought /\\s{{0,4}}/ {_nested(options)}\n{thought}"}

@@ -90,9 +90,10 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
         return logits
 
     processors: list[thinking.Processor] = [forbid_ends] if least and ends else []
-    budget, in_thought = fields.get("thinking_budget"), prompt.begin == Begin.THOUGHT
-    if budget is not None and model.tokenizer.has_thinking:
-        processors.append(thinking.limit(model, num_prompt, in_thought, budget))
+    budget, may_call = fields.get("thinking_budget"), bool(fields.get("tools"))
+    if budget is not None and model.format.thinks and prompt.begin != Begin.CONTENT:
+        is_open = prompt.begin == Begin.THOUGHT
+        processors.append(thinking.limit(model, num_prompt, is_open, budget, may_call))
     options |= _constraint(model, prompt, fields)
     scored = fields.get("prompt_logprobs")
     if fields.get("echo") and fields["logprobs"]:
@@ -122,13 +123,16 @@ def without_effect(model: Model, fields: Fields) -> list[str]:
 
 
 def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Options:
-    found: constraints.Options = fields["constraint"]
+    content: constraints.Options = fields["constraint"]
+    calls = constraints.NOTHING
     if fields["must_call"]:
-        found = constraints.of_tools(model.format, fields["tools"], fields["tool_name"])
+        content = constraints.NOTHING
+        calls = constraints.of_tools(model.format, fields["tools"], fields["tool_name"])
     elif may_answer_or_call(fields) and not without_effect(model, fields):
-        found = constraints.or_calls(model.format, found, fields["tools"])
-    is_late = bool(found) and prompt.begin == Begin.THOUGHT
-    return constraints.after_reasoning(model.format, found) if is_late else found
+        calls = constraints.of_tools(model.format, fields["tools"], None)
+    if "messages" not in fields:
+        return content
+    return constraints.of_answer(model.format, prompt.begin, content, calls)
 
 
 def _num_new(fields: Fields) -> int:
@@ -176,6 +180,7 @@ def _rendered(model: Model, fields: Fields, template_args: dict[str, Any]) -> st
 def _render(
     model: Model, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
+    messages = model.format.history(messages)
     messages = in_parts(messages) if model.abilities.only_parts else messages
     return rendered(model.tokenizer, messages, **options | {"tools": tools or None})
 

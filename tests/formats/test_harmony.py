@@ -3,10 +3,14 @@
 import json
 
 import pytest
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 
 from mlx_paged.formats.events import Call, Text, Thought
 from mlx_paged.formats.harmony import Harmony
+from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.parser import Begin
+from tests.support.formats.grammars import FUNCTIONS, check_grammar, tokenizer
 from tests.support.formats.harness import Case, Mark, check_case, check_round_trips, made
 
 NAMES = ("start", "channel", "message", "constrain", "end", "return", "call")
@@ -119,3 +123,64 @@ def test_random_calls_come_back():
 )
 def test_where_an_answer_begins(prompt, begin):
     assert made(Harmony, MARKS).begin(prompt, None) == begin
+
+
+def test_what_the_grammar_allows_is_a_call():
+    check_grammar(Harmony, MARKS)
+
+
+SAY = {"role": "user", "content": "hi"}
+
+
+def used(name, own_id):
+    return {"id": own_id, "type": "function", "function": {"name": name, "arguments": {}}}
+
+
+def test_earlier_turns_are_as_the_template_takes_them():
+    """It takes one call in a turn, no content beside it, and thoughts under their own name."""
+    a, b = used("f", "a"), used("g", "b")
+    results = [{"role": "tool", "tool_call_id": i, "content": i} for i in "ba"]
+    turn = {"role": "assistant", "content": "Hm.", "reasoning_content": "So."}
+    kept = {"role": "assistant", "thinking": "So.", "reasoning_content": "So."}
+    form = made(Harmony, MARKS)
+    assert form.history([SAY, turn, SAY]) == [SAY, kept | {"content": "Hm."}, SAY]
+    assert form.history([SAY, turn | {"tool_calls": [a, b]}, *results, SAY]) == [
+        SAY,
+        {"role": "assistant", "content": "Hm."},
+        kept | {"content": "", "tool_calls": [a]},
+        results[1],
+        {"role": "assistant", "content": "", "tool_calls": [b]},
+        results[0],
+        SAY,
+    ]
+
+
+THINK = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+YES = "<|channel|>final<|message|>yes"
+CALL_F = "<|channel|>commentary to=functions.second <|constrain|>json<|message|>{}"
+
+
+@pytest.mark.parametrize(
+    ("begin", "right", "wrong"),
+    [
+        (Begin.START, [YES, THINK + YES, THINK + THINK + YES, CALL_F], ["yes", YES + YES, THINK]),
+        (Begin.THOUGHT, ["Hm.<|end|><|start|>assistant" + YES], [YES, "Hm.<|end|>yes"]),
+        (Begin.CONTENT, ["yes"], [YES]),
+    ],
+)
+def test_a_grammar_holds_for_the_final_channel_only(begin, right, wrong):
+    inner = tokenizer(MARKS)
+    form = Harmony(Marks(inner.get_vocab()), None)
+    parts = ["content"] if begin == Begin.CONTENT else ["content", "calls"]
+    rules = form.around(begin, parts) or ["start: content"]
+    rules += ['content: "yes"']
+    if begin != Begin.CONTENT:
+        rules += form.rules(FUNCTIONS[1:], False)
+    known = from_tokenizer(inner, None)
+    for texts, is_right in ((right, True), (wrong, False)):
+        for text in texts:
+            matcher = LLMatcher(known, LLMatcher.grammar_from_lark("\n".join(rules)), log_level=0)
+            assert not matcher.is_error(), matcher.get_error()
+            tokens = inner.encode(text, add_special_tokens=False)
+            whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+            assert whole == is_right, text

@@ -8,10 +8,11 @@ from llguidance.hf import from_tokenizer
 
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.registry import named
 from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.loading import load_model
-from mlx_paged.server.constraints import after_reasoning, leaves_calls, of_tools, or_calls
+from mlx_paged.server.constraints import NOTHING, leaves_calls, of_answer, of_tools
 
 SCHEMA = {"enum": ["a b", {"k": [1, "}"]}]}
 JSON_TEXTS = ['"a b"', '{"k": [1, "}"]}']
@@ -43,6 +44,16 @@ def thinks(tokenizer, end):
     return Format(marks, Thoughts("<t>", end) if end else None)
 
 
+def either(form, options):
+    """A call of a tool, or else a text that follows `options`."""
+    return of_answer(form, Begin.START, options, of_tools(form, TOOLS, None))
+
+
+def after(form, options):
+    """What follows a thought."""
+    return of_answer(form, Begin.THOUGHT, options, NOTHING)
+
+
 def accepts(tokenizer, grammar, text):
     """Whether a text, which the model encodes as its tokenizer does, follows a grammar."""
     known = from_tokenizer(tokenizer._tokenizer, None, sorted(tokenizer.eos_token_ids))
@@ -56,7 +67,7 @@ def accepts(tokenizer, grammar, text):
 @pytest.mark.parametrize("end", ["<|end|>", "</t>", "</think>", "<|end|>so<|sep|>"])
 @pytest.mark.parametrize(("options", "right", "wrong"), OTHERS, ids=lambda v: str(v)[:40])
 def test_the_answer_follows_the_reasoning(tokenizer, end, options, right, wrong):
-    grammar = after_reasoning(thinks(tokenizer, end), options)["grammar"]
+    grammar = after(thinks(tokenizer, end), options)["grammar"]
     for thought in ("", "Hm {\n<|e </ so"):
         for text in right:
             assert accepts(tokenizer, grammar, f"{thought}{end}{text}")
@@ -70,11 +81,11 @@ def test_the_answer_follows_the_reasoning(tokenizer, end, options, right, wrong)
 
 @pytest.mark.parametrize(
     ("end", "options"),
-    [("</t>", {"regex": "a"}), ("", {"grammar": 'start: "a"'}), ("", {"json_schema": SCHEMA})],
+    [("</t>", {"regex": "a"}), ("</think>", {"regex": "a"})],
 )
 def test_what_cannot_follow_reasoning_is_refused(tokenizer, end, options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}: expected a prompt that does not"):
-        after_reasoning(thinks(tokenizer, end), options)
+        after(thinks(tokenizer, end), options)
 
 
 TOOLS = [{"function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
@@ -98,7 +109,7 @@ def called(form, *names, arguments='"a b"'):
 def test_calls_are_in_the_models_format(tokenizer, name, reasons):
     options, before = of_tools(of_format(tokenizer, name), TOOLS, None), ""
     if reasons:
-        options, before = after_reasoning(thinks(tokenizer, "</t>"), options), "Hm.</t>\n\n"
+        options, before = after(thinks(tokenizer, "</t>"), options), "Hm.</t>\n\n"
     for text in (called(name, "g"), called(name, "g", "f", "g", arguments=JSON_TEXTS[1])):
         assert accepts(tokenizer, options["grammar"], before + text)
     good = called(name, "g")
@@ -119,9 +130,9 @@ def test_calls_are_in_the_models_format(tokenizer, name, reasons):
 def test_a_call_or_an_answer(tokenizer, name, options, right, wrong, end):
     model = of_format(tokenizer, name)
     assert leaves_calls(model, options)
-    options, before = or_calls(model, options, TOOLS), ""
+    options, before = either(model, options), ""
     if end is not None:
-        options, before = after_reasoning(thinks(tokenizer, end), options), f"Hm {{{end}\n"
+        options, before = after(thinks(tokenizer, end), options), f"Hm {{{end}\n"
     grammar = options["grammar"]
     calls = [called(name, "f"), called(name, "g", "f")]
     for text in (*right, *calls):
@@ -135,7 +146,7 @@ def test_a_schema_that_begins_as_a_call_does(tokenizer):
     """The calls of mistral have a list, too."""
     schema = {"type": "array", "items": {"type": "integer"}}
     model = of_format(tokenizer, "mistral")
-    grammar = or_calls(model, {"json_schema": schema}, TOOLS)["grammar"]
+    grammar = either(model, {"json_schema": schema})["grammar"]
     for text in ("[1, 2]", "[]", called("mistral", "f")):
         assert accepts(tokenizer, grammar, text)
     assert not accepts(tokenizer, grammar, "[TOOL")

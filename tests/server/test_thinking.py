@@ -1,11 +1,13 @@
 """Fields about thinking reach the template, and a budget ends a thought."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import stream_generate
 
-from mlx_paged.formats.format import Format
+from mlx_paged.formats.format import Format, Limit
 from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.server import thinking
@@ -28,14 +30,8 @@ def thinker():
     """A server whose model has marks for thoughts, as a tokenizer of mlx-lm would tell them."""
     with live("--chat-template", TEMPLATE) as server:
         model = only_model(server)
-        tokenizer = model.tokenizer
-        vars(tokenizer).update(
-            _think_start=START,
-            _think_end=END,
-            _think_start_tokens=tuple(tokenizer.encode(START, add_special_tokens=False)),
-            _think_end_tokens=tuple(tokenizer.encode(END, add_special_tokens=False)),
-        )
-        model.abilities = tried(tokenizer)
+        vars(model.tokenizer)["_think_start"] = START  # mlx-lm asks the template to think then
+        model.abilities = tried(model.tokenizer)
         model.format = Format(Marks({}), Thoughts(START, END))
         yield server
 
@@ -109,7 +105,7 @@ def test_fields_of_the_other_apis_reach_it_too(thinker, path, fields, effort, th
 )
 def test_what_a_template_cannot_do_is_ignored_by_name(abilities, thinks, fields, args, ignored):
     class Fake:
-        tokenizer = type("", (), {"has_thinking": thinks})
+        format = type("", (), {"thinks": thinks})
 
     Fake.abilities = abilities
     assert thinking.template_args(Fake, fields) == (args, ignored)
@@ -159,31 +155,51 @@ def test_a_budget_ends_the_thought_by_force(thinker, budget, streams):
     assert reasoning == thought and text == rest
 
 
-def test_the_budget_counts_each_thought_for_itself():
+SPACE = 5
+"""The token of white space in the test below."""
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(
+    ("start", "end", "forced"),
+    [((1,), (2,), (2,)), ((1, 3), (2, 3, 4), (2, 3, 4)), ((1, 3), (2,), (2, 3, 4, 1))],
+)
+def test_the_budget_counts_the_first_thought(start, end, forced, begins):
     """Against the definition, token by token, with marks of one and of several tokens."""
-    rng, vocab, num_prompt = np.random.default_rng(0), 6, 4
-    for start, end in (((1,), (2,)), ((1, 3), (2, 3, 4))):
-        names = {"think_start_tokens": start, "think_end_tokens": end}
-        model = type("", (), {"tokenizer": type("", (), names)})
-        for begins in (False, True):
-            process = thinking.limit(model, num_prompt, begins, 3)
-            own, inside, since, forced = [], begins, 0, 0
-            prompt = rng.integers(0, vocab, num_prompt).tolist()
-            for _ in range(200):
-                logits = mx.array(rng.normal(size=(1, vocab)), mx.float32)
-                tokens = mx.array([*prompt, *own], mx.int32)
-                found = np.array(process(tokens, logits))
-                if inside and since >= 3:
-                    want = end[min(since - 3, len(end) - 1)]
-                    assert np.isneginf(np.delete(found[0], want)).all() and found[0, want] == 0
-                    own.append(want)
-                    forced += 1
-                else:
-                    assert (found == np.array(logits)).all()
-                    own.append(int(rng.integers(0, vocab)))
-                since += inside
-                if tuple(own[-len(start) :]) == start:
-                    inside, since = True, 0
-                if tuple(own[-len(end) :]) == end:
-                    inside = False
-            assert forced
+    rng, vocab, num_prompt, budget = np.random.default_rng(0), 6, 4, 3
+    texts = {"s": start, "e": end, "f": forced}
+    encode = lambda text, add_special_tokens: texts.get(text, (SPACE,))  # noqa: E731
+    form = SimpleNamespace(limit=lambda may_call: Limit("s", "e", "f"))
+    model = SimpleNamespace(tokenizer=SimpleNamespace(encode=encode), format=form)
+    process, num_forced = thinking.limit(model, num_prompt, begins, budget), 0
+    for _ in range(40):
+        prompt, own = rng.integers(0, vocab, num_prompt).tolist(), []
+        if rng.random() < 0.5:
+            own = [*[SPACE] * rng.integers(0, 3), *start][: rng.integers(0, 5)]
+        for _ in range(20):
+            logits = mx.array(rng.normal(size=(1, vocab)), mx.float32)
+            found = np.array(process(mx.array([*prompt, *own], mx.int32), logits))
+            want = wanted(own, start, end, forced, begins, budget)
+            if want is None:
+                assert (found == np.array(logits)).all()
+                own.append(int(rng.integers(0, vocab)))
+            else:
+                assert np.isneginf(np.delete(found[0], want)).all() and found[0, want] == 0
+                own.append(want)
+                num_forced += 1
+    assert num_forced
+
+
+def wanted(own, start, end, forced, begins, budget):
+    """The token that must follow, by the definition; None if any may."""
+    text, begun = [*own], 0
+    if not begins:
+        while text and text[0] == SPACE:
+            text.pop(0)
+        if tuple(text[: len(start)]) != start:
+            return None
+        begun = len(own) - len(text) + len(start)
+    thought = own[begun : begun + budget]
+    ended = any(tuple(thought[i : i + len(end)]) == end for i in range(len(thought)))
+    spent = len(own) - begun - budget
+    return None if ended or not 0 <= spent < len(forced) else forced[spent]
