@@ -32,6 +32,11 @@ class Ticket:
         """Whether the request has ended; outputs may still wait to be read."""
         return self._inbox.ended
 
+    @property
+    def num_unread(self) -> int:
+        """Outputs that wait to be read."""
+        return len(self._inbox.unread)
+
     def result(self, timeout: float | None = None) -> Completion:
         """Wait for the end of the request; return its completion.
 

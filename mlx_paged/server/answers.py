@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from mlx_paged.server import prompts, thinking
 from mlx_paged.server.choices import CompletionChoice
 from mlx_paged.server.deltas import Delta
 from mlx_paged.server.fields import Fields
+from mlx_paged.server.held_bytes import ENTRY_BYTES, Share
 from mlx_paged.server.json_text import JsonAnswer, written
 from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.prompts import Prompt
@@ -47,6 +48,7 @@ class Answer:
     fields: Fields
     arrived: float  # by time.monotonic
     threads: Executor | None  # that encode the prompt; None: those of the event loop
+    share: Share  # bytes that are held for it
     failure: str = ""  # of a stream that ended badly
     first_seconds: float | None = None  # from the arrival to the first token
     submitted: asyncio.Event = field(default_factory=asyncio.Event)  # what it asks for can be done
@@ -120,12 +122,15 @@ class Answer:
         whole: dict[int, Delta] = {}
         async with aclosing(self._pieces()) as pieces:
             async for choice, delta in pieces:
+                entries = sum(1 + len(entry["top_logprobs"]) for entry in delta.logprobs)
+                self.share.grow(entries * ENTRY_BYTES, "the answer")
                 whole.setdefault(choice.index, Delta()).add(delta)
 
         def make() -> JsonAnswer:
             return JsonAnswer(self._answer(whole), headers=self.headers)
 
         answer = await asyncio.to_thread(make)  # it may describe a long prompt
+        self.share.grow(len(answer.body), "the answer")
         await answer(scope, receive, send)
 
     def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
@@ -204,6 +209,7 @@ class Answer:
             with self._refusing():
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
+                self.share.grow(self._num_scores(params) * ENTRY_BYTES, "the answer")
                 sights = [getattr(prompt.tokens, "sight", None) for prompt in self.prompts]
                 stack.enter_context(model.holding(sum(s.nbytes for s in sights if s is not None)))
                 for each in params:
@@ -211,6 +217,7 @@ class Answer:
                         await run(self.state.compiles, self._compile, model, each)
                 submit = partial(self._submit, model, params)
                 tickets = Tickets(submit, num_prompts, samples, places)
+                stack.enter_context(_kept(tickets, self.state.open_tickets))
                 await tickets.begin()
             self.submitted.set()
             self.choices = [
@@ -262,6 +269,12 @@ class Answer:
                     raise
             raise
 
+    def _num_scores(self, params: list[SamplingParams]) -> int:
+        """Log-probabilities of tokens of the prompts that are wanted."""
+        pairs = zip(self.prompts, params, strict=True)
+        counts = ((len(prompt.tokens), own.prompt_logprobs) for prompt, own in pairs)
+        return sum(length * (1 + n) for length, n in counts if n is not None)
+
     def _refusing(self) -> AbstractContextManager[None]:
         """Refuses a request with the errors of the engine, in the names of its API."""
         source = self.names.get(self.fields["constrained_by"], self.fields["constrained_by"])
@@ -312,6 +325,15 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
+
+
+@contextmanager
+def _kept(tickets: Tickets, among: set[Tickets]) -> Iterator[None]:
+    among.add(tickets)
+    try:
+        yield
+    finally:
+        among.remove(tickets)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
@@ -16,25 +16,27 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server import json_text, keys, messages, request_body, responses
+from mlx_paged.server import bodies, json_text, keys, messages, request_body, responses
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
+from mlx_paged.server.held_bytes import PART_BYTES, HeldBytes, Share, send_in_pieces, share_of
 from mlx_paged.server.json_text import JsonAnswer
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
 from mlx_paged.server.request_body import Refusal, refusing
 from mlx_paged.server.request_log import logged, record_of
+from mlx_paged.server.tickets import Tickets
 from mlx_paged.vision.images import has_image
 
 OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
-BODY_TIMEOUT_S = 120.0
-LONG_BODY = 1 << 16  # bytes; longer ones are read by one thread
+LONG_BODY = 1 << 16  # bytes; longer ones are read by few threads
+NUM_READERS = 4  # these threads
 NUM_THREADS = 32
 NUM_DECODERS = 2  # threads that decode images: so many requests hold decoded ones at a time
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -78,6 +80,7 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     app.state.metrics = ServerMetrics(models)
     app.state.created = int(time.time())
     app.state.forced = False  # to stop without an end of open answers
+    app.state.open_tickets = set[Tickets]()
     app.state.seen = set[str]()  # unknown fields that the log has named
     app.user_middleware.append(Middleware(_guarded, args=args, metrics=app.state.metrics))
     if args.allowed_origins:
@@ -91,7 +94,7 @@ def _refusal(error: Refusal, request: Request) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.code == "overloaded":
         headers["Retry-After"] = "1"
-    if _has_two_lengths(request):
+    if _has_two_lengths(request) or error.status == 408:
         headers["Connection"] = "close"
     record_of(request.scope).reason = str(error)
     content = messages.error_json(error) if _is_anthropics(request) else error.as_json()
@@ -127,7 +130,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS))
     state = app.state
-    state.long_bodies, state.compiles = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+    state.long_bodies, state.compiles = ThreadPoolExecutor(NUM_READERS), ThreadPoolExecutor(1)
     state.images, state.describers = ThreadPoolExecutor(NUM_DECODERS), ThreadPoolExecutor(2)
     unloading = loop.create_task(app.state.models.unload_idle())
     yield
@@ -139,7 +142,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
     """Middleware that refuses requests of others and counts all answers."""
-    root = args.root_path.rstrip("/")
+    root, held = args.root_path.rstrip("/"), HeldBytes(args.max_held_bytes)
     is_local = args.host in LOOPBACK and args.uds is None
     hosts = args.allowed_hosts or (LOOPBACK if is_local else ["*"])
     names = {name.lower().strip("[]") for name in (*hosts, args.host)} - {""}
@@ -158,17 +161,21 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 metrics.responses.labels(str(message["status"])).inc()
-            await send(message)
+            await send_in_pieces(message, send)
 
         answer = inner
-        if scope["type"] == "http":
+        if scope["type"] != "http":
+            await answer(scope, receive, send)
+            return
+        with closing(Share(held)) as share:
+            scope["state"]["share"] = share
             if scope["path"].startswith(f"{root}/"):
                 scope = {**scope, "path": scope["path"].removeprefix(root)}
             try:
                 check(Request(scope))
             except Refusal as error:
                 answer = _refusal(error, Request(scope))
-        await answer(scope, receive, counted)
+            await answer(scope, receive, counted)
 
     return logged(guarded)
 
@@ -216,9 +223,11 @@ def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]
 async def _complete(request: Request) -> Answer | Response:
     arrived, state, url = time.monotonic(), request.app.state, request.scope["path"]
     args, models = state.args, state.models
-    raw = await _body(request, args.max_request_bytes)
+    raw = await bodies.read(request, args.max_request_bytes)
     threads = state.long_bodies if len(raw) > LONG_BODY else None
-    run = asyncio.get_running_loop().run_in_executor
+    run, share = asyncio.get_running_loop().run_in_executor, share_of(request.scope)
+    marks = await run(threads, json_text.num_marks, raw) if threads else json_text.num_marks(raw)
+    share.grow(marks * PART_BYTES, "the body", 413)
     with refusing(APIS[url][0].names):
         fields, unknown = await run(threads, _fields, raw, url, args.max_samples)
         if fields["priority"] and args.policy != "priority":
@@ -227,7 +236,7 @@ async def _complete(request: Request) -> Answer | Response:
     if any(has_image(message.get("content")) for message in fields.get("messages", ())):
         threads = state.images
     path = await asyncio.to_thread(models.names.path, fields["model"])
-    answer = APIS[url][0](state, path, fields, arrived, threads)
+    answer = APIS[url][0](state, path, fields, arrived, threads, share)
     answer.ignore(unknown)
     if url == COUNT_TOKENS:
         return JsonAnswer({"input_tokens": await count_tokens(answer)}, headers=answer.headers)
@@ -245,22 +254,6 @@ def _check_count(fields: Fields, args: argparse.Namespace) -> None:
     if count > args.max_prompts:
         limit = f"at most --max-prompts {args.max_prompts} prompts, counted for each sample"
         raise ValueError(f"prompt: expected {limit}, got {count}")
-
-
-async def _body(request: Request, most: int) -> bytes:
-    """The body, of at most `most` bytes, with or without a Content-Length."""
-    size, body = int(request.headers.get("content-length", 0)), bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            chunks = request.stream()
-            while size <= most and (chunk := await anext(chunks, None)) is not None:
-                body += chunk
-                size = max(size, len(body))
-    except (TimeoutError, ClientDisconnect):
-        raise Refusal(408, f"no whole body came within {BODY_TIMEOUT_S:g} s") from None
-    if size > most:
-        raise Refusal(413, f"the body has {size} bytes: expected at most {most}")
-    return bytes(body)
 
 
 async def _list_models(request: Request) -> Response:

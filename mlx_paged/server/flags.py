@@ -92,6 +92,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--max-connections", COUNT, 1000, "N", "open connections; above it the answer is 503"),
         ("--max-queue", COUNT_OR_NONE, 256, "N", "waiting completions; above it, 503"),
         ("--max-request-bytes", COUNT, 16 << 20, "N", "size of a request body; above it, 413"),
+        ("--max-held-bytes", COUNT, 256 << 20, "N", "of all bodies and unread answers together"),
         ("--max-context", COUNT, None, "TOKENS", "of prompt and completion (default: the model's)"),
         ("--max-prompts", COUNT, 4096, "N", "prompts of a request times n; above it, 400"),
         ("--max-samples", COUNT, 16, "N", "maximum n of a request"),

@@ -12,6 +12,11 @@ MAX_MARKS = 1 << 21  # commas and brackets; so Python's parser keeps other threa
 MAX_FIELDS = 1000  # of an object that is a body
 
 
+def num_marks(raw: bytes) -> int:
+    """Commas and brackets of a body, which has at most so many parts."""
+    return sum(map(raw.count, (b",", b"[", b"{")))
+
+
 def parse(raw: bytes) -> dict[str, Any]:
     """The JSON object that a body is. All of it can be written as JSON again.
 
@@ -20,7 +25,7 @@ def parse(raw: bytes) -> dict[str, Any]:
             number that is not finite or too long, half of a surrogate pair, or too many levels;
             the message names the field.
     """
-    marks = sum(map(raw.count, (b",", b"[", b"{")))
+    marks = num_marks(raw)
     if marks > MAX_MARKS:
         raise ValueError(f"the body has {marks} commas and brackets: expected at most {MAX_MARKS}")
     try:

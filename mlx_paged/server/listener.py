@@ -11,21 +11,26 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mlx_paged.server import sockets
+from mlx_paged.server import sockets, tickets
 from mlx_paged.server.app import make_app
 from mlx_paged.server.models import Models
 
 FAREWELL_S = 5  # to tell clients that their answers were ended
 KEEP_ALIVE_S = 30  # without a byte of a request
 HEAD_S = 10.0  # from the first byte of a request's head to its last one
+REST_S = 10.0  # for the rest of a body whose request is answered
+WRITE_S = 30.0  # in which a client reads the buffers of its connection
 SPARE_FILES = 64  # connections above the limit that get an answer, 503
 
 
 class Connection(H11Protocol):
-    """Is closed if no request comes in time, if its head takes longer than HEAD_S, or if too many
-    others are open."""
+    """Is closed if no request comes in time, if its head takes longer than HEAD_S, if the rest of a
+    body that nobody reads takes longer than REST_S, if its client reads nothing for WRITE_S, or if
+    too many others are open."""
 
     head_timer: asyncio.TimerHandle | None = None
+    rest_timer: asyncio.TimerHandle | None = None
+    unread_since: float | None = None  # when the client last read all, or a buffer of it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -45,9 +50,34 @@ class Connection(H11Protocol):
             self.head_timer.cancel()
             self.head_timer = None
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY and self.rest_timer is None:
+            self.rest_timer = self.loop.call_later(REST_S, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self.rest_timer = None
+        if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            self.transport.abort()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.unread_since = None
+
+    def check_reader(self, now: float) -> None:
+        """Close the connection if its client has read nothing for too long. This is called every
+        second."""
+        if not self.transport.get_write_buffer_size():
+            self.unread_since = None
+        elif self.unread_since is None:
+            self.unread_since = now
+        elif now - self.unread_since > WRITE_S:
+            self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.head_timer is not None:
-            self.head_timer.cancel()
+        for timer in (self.head_timer, self.rest_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
 
@@ -85,6 +115,16 @@ class Server(uvicorn.Server):
     def run(self, sockets: Any = None) -> None:
         """Answer requests until a signal comes or `should_exit` is set, then drain."""
         super().run([self.listener])
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections whose clients do not read. uvicorn calls this ten times a second."""
+        if counter % 10 == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                assert isinstance(connection, Connection)
+                connection.check_reader(now)
+            tickets.end_unread(self.app.state.open_tickets)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A second SIGINT closes all connections: uvicorn would wait for them."""

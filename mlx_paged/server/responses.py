@@ -10,6 +10,7 @@ from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.deltas import Delta
 from mlx_paged.server.fields import OWN, Fields, is_list
 from mlx_paged.server.images import Part, image_part
+from mlx_paged.server.json_text import written
 from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
 from mlx_paged.server.request_body import Refusal
 from mlx_paged.vision.images import has_image, is_image, parts_of
@@ -26,6 +27,13 @@ ECHOED: Fields = {
     **{"text": {"format": {"type": "text"}}},
 }
 """Fields of a request that its answer repeats, and what is repeated of those that are not given."""
+
+ONCE = ("instructions", "metadata", "text", "tools")
+"""Those of these fields that may be long: only the last event of a stream repeats them."""
+
+MAX_ECHO = 1 << 16
+"""Bytes of JSON of a field that an answer repeats; of a longer one it has what is repeated of one
+that is not given."""
 
 SEAL = "mlx_paged:"
 """How `encrypted_content` of our own begins; the reasoning follows as it is."""
@@ -157,14 +165,17 @@ class Items:
     """A response and its output items, and the events that tell of them."""
 
     def __init__(self, body: Fields) -> None:
-        given = {name: value for name in ECHOED if (value := body.get(name)) is not None}
+        given = {name: body[name] for name in ECHOED if body.get(name) is not None}
+        given = {name: x for name, x in given.items() if len(written(x)) <= MAX_ECHO}
         own: Fields = {"id": f"resp_{uuid.uuid4().hex}", "object": "response"}
         own["created_at"] = int(time.time())
         self._sealed = "reasoning.encrypted_content" in (body.get("include") or ())
         self._numbers = count()
         self._open: dict[str, Any] = {}  # the item that has begun
         self._is_begun = False
-        self.response: Fields = own | {"status": "in_progress", "store": False} | ECHOED | given
+        self._told_last = {name: x for name, x in given.items() if name in ONCE}
+        first = {name: x for name, x in given.items() if name not in ONCE}
+        self.response: Fields = own | {"status": "in_progress", "store": False} | ECHOED | first
         self.response |= {"model": body.get("model") or "default_model", "output": []}
         self.response |= {"error": None, "incomplete_details": None, "usage": None}
 
@@ -201,12 +212,13 @@ class Items:
         yield from self._close(status)
         reason = None if is_whole else {"reason": "max_output_tokens"}
         self.response |= {"status": status, "incomplete_details": reason, "usage": usage}
+        self.response |= self._told_last
         yield self._event(status, response=self.response)
 
     def fail(self, error: Refusal) -> Iterator[bytes]:
         yield from self.begin()
         told = {"code": error.code or "server_error", "message": str(error)}
-        self.response |= {"status": "failed", "error": told}
+        self.response |= {"status": "failed", "error": told} | self._told_last
         yield self._event("failed", response=self.response)
 
     def _part(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[bytes]:

@@ -1,12 +1,14 @@
 """The completions of one request on their way: some are in the engine, the others wait here."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from contextlib import suppress
 
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import TokenOutput
 from mlx_paged.server.request_body import Refusal
+
+MAX_UNREAD = 1 << 16  # outputs of all requests: some 180 MB with 20 log-probabilities each
 
 Submit = Callable[[int, int], Awaitable[list[Ticket]]]
 """Adds the prompts from a first one up to another one; returns the tickets of all their samples."""
@@ -43,6 +45,11 @@ class Tickets:
         """End all completions."""
         for ticket in self._open.values():
             ticket.abort()
+
+    @property
+    def num_unread(self) -> int:
+        """Outputs of the engine that nobody has read."""
+        return sum(ticket.num_unread for ticket in self._open.values())
 
     async def outputs(self) -> AsyncGenerator[tuple[int, TokenOutput]]:
         """The outputs of all completions as they come, each with the completion's index."""
@@ -82,6 +89,14 @@ class Tickets:
         for index, ticket in enumerate(tickets, first * self._num_samples):
             self._open[index] = ticket
             self._readers[index] = _to_the_end(ticket)
+
+
+def end_unread(requests: Collection[Tickets]) -> None:
+    """End the request with most unread outputs if all have too many together: its client reads too
+    slowly. The server calls this every second."""
+    unread = {request: request.num_unread for request in requests}
+    if sum(unread.values()) > MAX_UNREAD:
+        max(unread, key=unread.__getitem__).close()
 
 
 async def _to_the_end(ticket: Ticket) -> AsyncGenerator[TokenOutput]:
