@@ -73,12 +73,15 @@ class WrongAnswer(AssertionError):
 
 
 @contextmanager
-def answer_of(port: int, path: str, body: Any = None) -> Iterator[HTTPResponse]:
+def answer_of(
+    port: int, path: str, body: Any = None, key: str | None = None
+) -> Iterator[HTTPResponse]:
     """The server's answer, on a connection of its own that is closed behind it."""
     connection = HTTPConnection("127.0.0.1", port, timeout=3600)
     try:
         content = None if body is None else json.dumps(body)
         method, headers = "GET" if body is None else "POST", {"Content-Type": "application/json"}
+        headers |= {} if key is None else {"Authorization": f"Bearer {key}"}
         connection.request(method, path, content, headers)
         with connection.getresponse() as answer:
             yield answer

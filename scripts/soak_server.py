@@ -45,22 +45,37 @@ SLOWER = 1.3
 change the one, other requests the other."""
 START_S = 600
 TICKS = 200
+API_KEY = "MLX_PAGED_API_KEY"
 
 
 class Server:
-    """The child process."""
+    """The child process.
 
-    def __init__(self, model: Path, directory: Path) -> None:
+    Args:
+        flags: of the server, beside the model, the port, the pool and the template.
+        key: that the server wants, or None.
+        log: a file for what it writes; None: stderr of this process.
+    """
+
+    def __init__(
+        self, model: Path, *flags: str, key: str | None = None, log: Path | None = None
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = port = free.getsockname()[1]
         self._command = [sys.executable, "-m", "mlx_paged.server", "--model", str(model)]
-        self._command += ["--port", str(port), "--kv-disk", str(directory), "--kv-disk-gb", "1"]
-        self._command += ["--kv-memory", "0.3", "--chat-template", TEMPLATE, "--log-level", "ERROR"]
+        self._command += ["--port", str(port), "--kv-memory", "0.3", "--chat-template", TEMPLATE]
+        self._command += flags
+        self._key, self._log = key, log
         self.start()
 
     def start(self) -> None:
         """Returns when it listens. Raises RuntimeError if it does not."""
-        self._process = subprocess.Popen(self._command)
+        with open(self._log or os.devnull, "ab") as log:
+            output = None if self._log is None else log
+            variables = os.environ if self._key is None else os.environ | {API_KEY: self._key}
+            self._process = subprocess.Popen(
+                self._command, env=variables, stdout=output, stderr=output
+            )
         self._before = {"steps": 0.0, "cpu": 0.0}
         for _ in range(10 * START_S):
             time.sleep(0.1)
@@ -75,6 +90,11 @@ class Server:
         self.kill()
         raise RuntimeError(f"{' '.join(self._command)}: does not listen")
 
+    @property
+    def exit_status(self) -> int | None:
+        """None while the process runs."""
+        return self._process.poll()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
@@ -84,21 +104,27 @@ class Server:
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(START_S)
 
-    def footprint(self) -> Footprint:
+    def holds(self) -> Footprint:
+        """What the process holds now."""
         process = Path(f"/proc/{self._process.pid}")
         status = dict(
             line.split(":\t", 1) for line in (process / "status").read_text().splitlines()
         )
+        return {
+            "rss_mib": round(int(status["VmRSS"].split()[0]) / 1024, 1),
+            "descriptors": len(list((process / "fd").iterdir())),
+            "threads": int(status["Threads"]),
+        }
+
+    def footprint(self) -> Footprint:
+        process = Path(f"/proc/{self._process.pid}")
         times = (process / "stat").read_text().rpartition(")")[2].split()[11:13]
         now = {f"<= {s.labels['le']}": s.value for s in self.samples(DECODES) if "le" in s.labels}
         now["cpu"] = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
         now["steps"] = self.total("mlx_paged_steps")
         done = {name: count - self._before.get(name, 0.0) for name, count in now.items()}
         self._before = now
-        return {
-            "rss_mib": round(int(status["VmRSS"].split()[0]) / 1024, 1),
-            "descriptors": len(list((process / "fd").iterdir())),
-            "threads": int(status["Threads"]),
+        return self.holds() | {
             "steps": done["steps"],
             "step_ms": round(1000 * median_of_buckets(done), 2),
             "cpu_ms": round(1000 * done["cpu"] / max(1.0, done["steps"]), 2),
@@ -110,7 +136,7 @@ class Server:
         return float(sum(found))
 
     def samples(self, name: str) -> list[Any]:
-        with answer_of(self.port, "/metrics") as answer:
+        with answer_of(self.port, "/metrics", key=self._key) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return [sample for each in families if each.name == name for sample in each.samples]
 
@@ -198,7 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     directory = Path(tempfile.mkdtemp(prefix="soak_server"))
     started = time.perf_counter()
-    server = Server(args.model, directory)
+    disk = ("--kv-disk", str(directory), "--kv-disk-gb", "1")
+    server = Server(args.model, *disk, "--log-level", "ERROR")
     clients = Clients(server.port, args.clients, args.pause, args.seed)
     try:
         report = run(server, clients, 60 * args.minutes)

@@ -1,0 +1,1 @@
+"""Parts of attack_server.py: requests that harm, and what a server may answer."""

@@ -1,0 +1,148 @@
+"""Harm that connections do rather than requests: each kind opens some, and leaves them open."""
+
+import json
+import random
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+
+from scripts.attack.kinds import CHAT, COMPLETIONS, RESPONSES, Target
+from scripts.attack.wire import connected, post
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
+HELD = 8 << 20  # bytes of each of the bodies and answers that are not read
+MANY = 300
+PROBE_S = 2.0  # without a byte: the server keeps the connection open
+
+Flood = Callable[[random.Random, Target, int, ExitStack], tuple[int, list[socket.socket]]]
+"""Opens connections to the port, which the stack closes. Returns how many, and those that the
+server must end by itself."""
+
+
+def is_ended(wire: socket.socket) -> bool:
+    """Whether the server has ended a connection before its answer was whole."""
+    wire.settimeout(PROBE_S)
+    last = b""
+    with suppress(ConnectionError):
+        try:
+            while part := wire.recv(1 << 20):
+                last = (last + part)[-5:]
+        except TimeoutError:
+            return False
+    return last != b"0\r\n\r\n"  # the end of a whole answer in chunks
+
+
+def _opened(port: int, stack: ExitStack) -> socket.socket | None:
+    """A connection, or None if the server takes no more."""
+    with suppress(OSError):
+        wire = connected(port)
+        wire.settimeout(5)
+        return stack.enter_context(wire)
+    return None
+
+
+def _send(wire: socket.socket | None, content: bytes) -> bool:
+    """Whether the server took all of it."""
+    if wire is None:
+        return False
+    with suppress(OSError):
+        wire.sendall(content)
+        return True
+    return False
+
+
+def _sent(port: int, stack: ExitStack, contents: Iterable[bytes]) -> list[socket.socket]:
+    """Connections on which the server took the contents."""
+    wires = [(_opened(port, stack), content) for content in contents]
+    return [wire for wire, content in wires if wire is not None and _send(wire, content)]
+
+
+def slow_readers(
+    rng: random.Random, target: Target, port: int, stack: ExitStack
+) -> tuple[int, list[socket.socket]]:
+    """Long answers and streams that nobody reads."""
+    body = {"input": "a", "max_output_tokens": 1, "metadata": {"a": "x" * HELD}}
+    long = post(RESPONSES, body | {"stream": True}, target.key)
+    stream = {"prompt": "a", "max_tokens": 1500, "stream": True, "ignore_eos": True, "logprobs": 5}
+    short = _sent(port, stack, [post(COMPLETIONS, stream, target.key)] * 3)
+    wires = _sent(port, stack, [long] * rng.randint(4, 8))
+    return len(short) + len(wires), wires
+
+
+def unfinished_bodies(
+    rng: random.Random, target: Target, port: int, stack: ExitStack
+) -> tuple[int, list[socket.socket]]:
+    """Bodies of which the most is there, and the end does not come."""
+    whole = post(COMPLETIONS, {"prompt": "a" * HELD}, target.key)
+    wires = _sent(port, stack, [whole[:-100]] * rng.randint(12, 20))
+    return len(wires), wires
+
+
+def slow_bodies(
+    rng: random.Random, target: Target, port: int, stack: ExitStack
+) -> tuple[int, list[socket.socket]]:
+    """Bodies that come in drops."""
+    raw = post(COMPLETIONS, {"prompt": "a" * 5000}, target.key)
+    head = raw.index(b"\r\n\r\n") + 4
+    wires = _sent(port, stack, [raw[: head + 10]] * rng.randint(20, 40))
+    for i in range(10):
+        time.sleep(0.1)
+        for wire in wires:
+            _send(wire, raw[head + 10 + i : head + 11 + i])
+    return len(wires), wires
+
+
+def unfinished_heads(
+    rng: random.Random, target: Target, port: int, stack: ExitStack
+) -> tuple[int, list[socket.socket]]:
+    """Connections that say nothing, or a part of a head."""
+    parts = (b"", b"POST", b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ")
+    wires = _sent(port, stack, [rng.choice(parts) for _ in range(MANY)])
+    return len(wires), wires
+
+
+def disconnects(
+    rng: random.Random, target: Target, port: int, stack: ExitStack
+) -> tuple[int, list[socket.socket]]:
+    """Clients that leave at any moment, some with a reset."""
+    count = 40
+    for _ in range(count):
+        body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
+        body["stream"] = rng.random() < 0.7
+        raw = post(CHAT, body, target.key)
+        with ExitStack() as own:
+            wire = _opened(port, own)
+            cut = rng.choice((len(raw), len(raw), rng.randrange(len(raw))))
+            _send(wire, raw[:cut])
+            if wire is None:
+                continue
+            if rng.random() < 0.5:
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            elif rng.random() < 0.3:
+                with suppress(OSError):
+                    wire.shutdown(socket.SHUT_WR)
+            time.sleep(rng.choice((0, 0.01, 0.05, 0.1)))
+    return count, []
+
+
+def bursts(
+    rng: random.Random, target: Target, port: int, stack: ExitStack
+) -> tuple[int, list[socket.socket]]:
+    """More requests at once than the queue has places, and requests in one piece."""
+    raw = post(COMPLETIONS, {"prompt": "a", "max_tokens": 2}, target.key)
+    raw = raw.replace(b"Connection: close", b"Connection: keep-alive")
+    body = json.dumps({"prompt": ["a"] * 200, "max_tokens": 2}).encode()
+    large = post(COMPLETIONS, body, target.key)
+    contents = [rng.choice((raw * 5, large)) for _ in range(rng.randint(60, 120))]
+    return len(_sent(port, stack, contents)), []
+
+
+FLOODS: dict[str, Flood] = {
+    each.__name__: each
+    for each in (
+        *(slow_readers, unfinished_bodies, slow_bodies, unfinished_heads, disconnects, bursts),
+    )
+}
+"""By name."""
