@@ -153,7 +153,8 @@ class Answer:
 
         async def comment() -> None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.submitted.wait(), PATIENCE_S)
+                async with asyncio.timeout(PATIENCE_S):  # wait_for of Python 3.11 may lose a cancel
+                    await self.submitted.wait()
             await asyncio.sleep(self.arrived + COMMENT_AFTER_S - time.monotonic())
             while True:
                 await write(COMMENT)

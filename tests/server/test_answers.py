@@ -1,5 +1,6 @@
 """What answers tell beside their text, and when."""
 
+import asyncio
 import json
 import re
 import time
@@ -83,3 +84,30 @@ def test_a_request_that_is_refused_late_has_no_stream(monkeypatch):
         monkeypatch.setattr(answers, "PATIENCE_S", 0.0)
         status, _, content = exchange(server, "POST", "/v1/completions", body)
         assert status == 200 and content.startswith(b": ") and b"context_length" in content
+
+
+def test_no_comment_follows_an_event(monkeypatch):
+    """The first event comes in the moment in which the prompt is read."""
+    monkeypatch.setattr(answers, "COMMENT_AFTER_S", 0.01)
+
+    class Quick(answers.Answer):
+        @property
+        def headers(self):
+            return {}
+
+        async def _events(self):
+            await asyncio.sleep(0)
+            self.submitted.set()
+            yield b"data: 1\n\n"
+
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body"))
+
+    async def stream():
+        await Quick(None, "", {}, time.monotonic(), None)._stream(send)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(stream())
+    assert sent == [None, b"data: 1\n\n", b""]
