@@ -4,8 +4,7 @@ import argparse
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, closing, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +20,8 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server import bodies, json_text, keys, messages, request_body, responses
+from mlx_paged.engine.engine import Engine
+from mlx_paged.server import bodies, json_text, keys, messages, request_body, responses, workers
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
@@ -32,11 +32,13 @@ from mlx_paged.server.models import Models
 from mlx_paged.server.request_body import Refusal, refusing
 from mlx_paged.server.request_log import logged, record_of
 from mlx_paged.server.tickets import Tickets
+from mlx_paged.server.workers import Probes, Workers
 from mlx_paged.vision.images import has_image
 
 OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
 LONG_BODY = 1 << 16  # bytes; longer ones are read by few threads
 NUM_READERS = 4  # these threads
+NUM_DESCRIBERS = 2  # threads that describe log-probabilities
 NUM_THREADS = 32
 NUM_DECODERS = 2  # threads that decode images: so many requests hold decoded ones at a time
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -128,16 +130,33 @@ async def _refuse(request: Request, error: Exception) -> Response:
 @asynccontextmanager
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS))
-    state = app.state
-    state.long_bodies, state.compiles = ThreadPoolExecutor(NUM_READERS), ThreadPoolExecutor(1)
-    state.images, state.describers = ThreadPoolExecutor(NUM_DECODERS), ThreadPoolExecutor(2)
-    unloading = loop.create_task(app.state.models.unload_idle())
+    state, requests = app.state, Workers(NUM_THREADS)
+    loop.set_default_executor(requests)
+    state.long_bodies, state.compiles = Workers(NUM_READERS), Workers(1)
+    state.images, state.describers = Workers(NUM_DECODERS), Workers(NUM_DESCRIBERS)
+    state.workers = {"requests": requests, "long bodies": state.long_bodies}
+    state.workers |= {"grammars": state.compiles, "images": state.images}
+    state.workers |= {"log-probabilities": state.describers}
+    state.probes = Probes(state.workers, partial(_engine_probes, state.models))
+    tasks = [loop.create_task(run()) for run in (state.models.unload_idle, state.probes.run)]
     yield
-    unloading.cancel()
+    for task in tasks:
+        task.cancel()
     state.long_bodies.shutdown(wait=False)
     for executor in (state.compiles, state.images, state.describers):
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _engine_probes(models: Models) -> dict[str, Callable[[], Awaitable[object]]]:
+    """By model, what returns when its engine has answered."""
+
+    def answer(engine: Engine) -> None:
+        pass
+
+    return {
+        model.name: partial(asyncio.to_thread, model.service.call, answer)
+        for model in list(models.loaded.values())
+    }
 
 
 def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
@@ -277,7 +296,9 @@ async def _list_models(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    is_healthy = request.app.state.models.is_healthy
+    state = request.app.state
+    most = workers.READY_S if request.scope["path"] == "/ready" else workers.HEALTHY_S
+    is_healthy = state.models.is_healthy and not state.probes.silent(most)
     status = "ok" if is_healthy else "unavailable"
     return JsonAnswer({"status": status}, 200 if is_healthy else 503)
 

@@ -19,6 +19,7 @@ from mlx_paged.server.fields import SAMPLING, Fields
 from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
+from mlx_paged.server.workers import may_take_long
 from mlx_paged.vision.images import has_image, in_parts, parts_of
 
 
@@ -62,7 +63,8 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             tokens = _tokens(model, text, fields, add_special_tokens=adds_special)
             if model.has_states and not fields["continue_final_message"]:
                 render = partial(_render, model, fields["tools"], chat_args)
-                ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
+                with may_take_long():
+                    ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
         return [Prompt(tokens, "", _begin(model, fields, chat_args, text), ends)]
     except ContextExceeded:
         raise
@@ -163,7 +165,8 @@ def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int
     num_bytes = len(text.encode())
     if num_bytes > model.max_context * model.longest_token:
         _check_context(model, fields, ceil(num_bytes / model.longest_token), _num_new(fields))
-    tokens = list(model.tokenizer.encode(text, **options))
+    with may_take_long():
+        tokens = list(model.tokenizer.encode(text, **options))
     _check_context(model, fields, len(tokens), _num_new(fields))
     return tokens
 
