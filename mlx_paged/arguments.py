@@ -90,6 +90,19 @@ def require(condition: bool, op: str, name: str, value: object, expected: str) -
         raise ValueError(f"[{op}] {name} is {shown(value)}: expected {expected}")
 
 
+def require_text(op: str, name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a string of characters that UTF-8 can encode."""
+    is_text = isinstance(value, str)
+    require(is_text, op, name, value, "a string")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"[{op}] {name} has a lone surrogate at {error.start}: expected text that UTF-8 can "
+            "encode"
+        ) from None
+
+
 def require_flags(op: str, **values: object) -> None:
     """Raise ValueError unless each value is True or False."""
     for name, value in values.items():

@@ -94,7 +94,8 @@ class SamplingParams:
         logprobs: how many of the most likely tokens are reported with each token.
         prompt_logprobs: how many of the most likely tokens are reported with each prompt token,
             beside the token's own log-probability, which nothing above changes; None: no prompt
-            token has one. A fork has them for the tokens that are computed for it.
+            token has one. Tokens that the logits do not have get none. A fork has them for the
+            tokens that are computed for it.
         prompt_logprobs_from: the first prompt token that has one. Tokens before it may come from
             the prefix cache, but for the last one; later ones are computed.
         stop: strings that end the request; the text ends before the first of them.

@@ -16,6 +16,7 @@ from mlx_paged.engine.request_maker import (
     checked_params,
 )
 from mlx_paged.engine.text import OutputProcessor, Prompt, PromptEncoder, Tokenizer
+from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.outputs import Completion, TokenOutput
@@ -36,6 +37,7 @@ class EngineCore:
     Attributes:
         ticks: the latest steps, newest last.
         ready: outputs that the next :meth:`step` returns.
+        token_ids: checks ids of tokens; any thread may use it.
         device_faults: steps that the device failed in, since the latest token.
         grammars: compiled ones. Any thread may compile more, before it adds a request.
     """
@@ -47,7 +49,8 @@ class EngineCore:
         stats: EngineStats,
         *,
         tokenizer: Tokenizer | None = None,  # for text prompts, stop strings and text output
-        vocab_size: int | None = None,  # token ids are below it; None: unknown
+        vocab_size: int | None = None,  # columns of the logits; None: unknown
+        embedding_rows: int | None = None,  # ids of prompts are below it; None: as `vocab_size`
         seed: int | None = None,  # of the random streams of requests that have no seed
         lookahead: bool = True,  # launch each step before the step before it has been read
         fast_forward: bool = True,  # compute the tokens that grammars force together
@@ -64,8 +67,10 @@ class EngineCore:
         self.ready: list[TokenOutput] = []
         self.device_faults = 0
         self._is_advancing = False
-        self.grammars = Grammars(tokenizer, vocab_size)
-        self._encode = PromptEncoder(tokenizer, vocab_size)
+        rows = vocab_size if embedding_rows is None else embedding_rows
+        self.token_ids = TokenIds(rows, vocab_size, tokenizer)
+        self.grammars = Grammars(tokenizer, vocab_size, self.token_ids.num_usable)
+        self._encode = PromptEncoder(tokenizer, self.token_ids)
         self._clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
         self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, fast_forward)
@@ -128,8 +133,9 @@ class EngineCore:
             options: fields of :class:`SamplingParams`, instead of `params`.
 
         Raises:
-            ValueError: an empty prompt, a token or a bias outside the vocabulary, an argument of a
-                wrong kind or out of range, or a request that the pool could never hold.
+            ValueError: an empty prompt, a prompt token that the embedding does not have, a token
+                of an option that the logits do not have, an argument of a wrong kind or out of
+                range, or a request that the pool could never hold.
         """
         ends = check_queueing("add_request", priority, cache_salt, turn_ends, keep)
         params = checked_params("add_request", params, options, self._encode)
@@ -193,8 +199,8 @@ class EngineCore:
         """
         check_queueing("add_beam_search", priority, cache_salt)
         params = checked_params("add_beam_search", params, options, self._encode)
-        vocab_size = self._encode.vocab_size
         # Each live hypothesis writes into a block of its own.
+        vocab_size = self.token_ids.columns
         max_beams = vocab_size or self.scheduler.allocator.num_blocks
         check_beams(params, num_beams, length_penalty, early_stopping, max_beams)
         root = self._make_request(self._encode(prompt), params, 0, priority, cache_salt.encode())

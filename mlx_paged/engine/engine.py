@@ -185,7 +185,8 @@ class Engine(WaitingCalls):
                 memory_budget=models.budget.parts,
             ),
             tokenizer=tokenizer,
-            vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
+            vocab_size=profiled.logit_columns,
+            embedding_rows=profiled.embedding_rows,
             seed=config.seed,
             lookahead=config.lookahead,
             # Else each of several tokens at once would need a forward.

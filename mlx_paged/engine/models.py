@@ -40,7 +40,7 @@ class EngineModels:
             raise ValueError("[Engine] kv_disk is given: expected none on ranks")
         profile = probed(model, config.kv_bits)
         draft_model = config.draft_model if can_draft(profile) else None
-        of_draft = None if draft_model is None else probed_draft(model, draft_model)
+        of_draft = None if draft_model is None else probed_draft(profile, draft_model)
         measured = MeasuredModel.of(model, profile, config, beside=of_draft)
         make_runner = ModelRunner if phases is None else partial(ProfilingRunner, phases)
         runner: ModelRunner | LeadingRunner

@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from mlx_paged.arguments import integer, is_real, require, require_flags
+from mlx_paged.arguments import integer, is_real, require, require_flags, require_text
 from mlx_paged.engine.text import PromptEncoder
 from mlx_paged.request import Request
 from mlx_paged.sampling.grammar import Grammars
-from mlx_paged.sampling_params import SamplingParams, check_biases
+from mlx_paged.sampling_params import SamplingParams
 
 
 def checked_params(
     caller: str, params: SamplingParams | None, options: dict[str, Any], encoder: PromptEncoder
 ) -> SamplingParams:
     """`params`, or new ones made of `options`. Raises ValueError if both are given, or this
-    tokenizer and vocabulary do not allow them."""
+    tokenizer and the model's token ids do not allow them."""
     if params is not None and options:
         raise ValueError(f"[{caller}] both params and options are given: expected one")
     params = SamplingParams(**options) if params is None else params
@@ -25,8 +25,7 @@ def checked_params(
     require(is_params, caller, "params", params, "SamplingParams or None")
     if params.stop and encoder.tokenizer is None:
         raise ValueError(f"[{caller}] stop strings are given: expected a tokenizer")
-    if encoder.vocab_size is not None:
-        check_biases(params, encoder.vocab_size)
+    encoder.ids.check_params(params)
     return params
 
 
@@ -40,7 +39,7 @@ def check_queueing(
     """The `turn_ends`; ValueError unless all are of the right kind."""
     is_ordered = is_real(priority) and priority == priority  # NaN has no order
     require(is_ordered, caller, "priority", priority, "a number")
-    require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
+    require_text(caller, "cache_salt", cache_salt)
     require_flags(caller, keep=keep)
     require(isinstance(turn_ends, Sequence), caller, "turn_ends", turn_ends, "a sequence")
     return tuple(integer(caller, "turn_ends", each, 0) for each in turn_ends)

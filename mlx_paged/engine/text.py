@@ -6,9 +6,10 @@ from numbers import Integral
 from operator import index
 from typing import Any, Protocol
 
-from mlx_paged.arguments import require, shown
+from mlx_paged.arguments import require, require_text, shown
 from mlx_paged.engine.detokenizer import UNKNOWN, Detokenizer
 from mlx_paged.engine.spelling import detokenizer_of, spelling_of
+from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.scheduler.step import SampledToken
@@ -155,19 +156,20 @@ class Tokenizer(Protocol):
 
 class PromptEncoder:
     """Encodes and checks the prompts that callers give; without a tokenizer they are token ids,
-    which are below `vocab_size` if that is known."""
+    which `ids` checks."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, ids: TokenIds) -> None:
         self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
+        self.ids = ids
 
     def __call__(self, prompt: Prompt, continues: bool = False) -> list[int]:
         """Token ids of a prompt. If it `continues` another prompt, it may be empty. Raises
-        ValueError for an empty prompt, neither text nor token ids, a token outside the vocabulary,
-        text without a tokenizer."""
+        ValueError for an empty prompt, neither text nor token ids, a token that the embedding does
+        not have, text without a tokenizer, text that UTF-8 cannot encode."""
         if isinstance(prompt, list) and hasattr(prompt, "sight"):
             if continues:
                 raise ValueError("[fork] suffix has images: expected text or token ids")
+            self.ids.check_prompt("add_request", prompt)
             return prompt
         if not isinstance(prompt, str):
             tokens = _token_ids(prompt)
@@ -176,6 +178,7 @@ class PromptEncoder:
         elif self.tokenizer is None:
             raise ValueError("[add_request] prompt is text: expected token ids or a tokenizer")
         else:
+            require_text("add_request", "prompt", prompt)
             bos = self.tokenizer.bos_token
             special = not continues and (bos is None or not prompt.startswith(bos))
             tokens = list(self.tokenizer.encode(prompt, add_special_tokens=special))
@@ -183,12 +186,7 @@ class PromptEncoder:
             if continues:
                 return tokens
             raise ValueError("[add_request] prompt is empty: expected at least one token")
-        limit = self.vocab_size or max(tokens) + 1
-        for token in (min(tokens), max(tokens)):
-            if not 0 <= token < limit:
-                raise ValueError(
-                    f"[add_request] prompt has token {token}: expected ids in [0, {limit})"
-                )
+        self.ids.check_prompt("add_request", tokens)
         return tokens
 
 

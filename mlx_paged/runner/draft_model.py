@@ -53,6 +53,7 @@ class DraftModel:
         self.seconds = self.seconds_per_draft = 0.0
         self._trace_seconds = 0.0  # the part of `seconds` that traced graphs
         self._rewinds = not pooled.profile.recurrent
+        self._embedding_rows = pooled.profile.embedding_rows
         self._allocator = pooled.allocator
         self._runner = pooled.runner
         self._shadows: dict[int, _Shadow] = {}
@@ -165,6 +166,8 @@ class DraftModel:
         return self._add(step, own, min(len(own.tokens), start + room)) - start
 
     def _admit(self, step: Step, request: Request) -> _Shadow | None:
+        if max(request.tokens) >= self._embedding_rows:  # of a prompt: others have no such ids
+            return None
         own = Request(
             request.id,
             list(request.tokens),
@@ -219,23 +222,22 @@ def can_draft(profile: ModelProfile) -> bool:
     return profile.batching is not Batching.SINGLE
 
 
-def probed_draft(model: nn.Module, draft_model: nn.Module) -> ModelProfile:
-    """What a draft model for `model` stores.
+def probed_draft(profile: ModelProfile, draft_model: nn.Module) -> ModelProfile:
+    """What a draft model for the model of `profile` stores.
 
     Raises:
         ValueError: it has another vocabulary, or it computes one sequence at a time.
     """
-    args = [getattr(each, "args", None) for each in (model, draft_model)]
-    sizes = [getattr(each, "vocab_size", None) for each in args]
-    if sizes[0] != sizes[1]:
+    own = probed(draft_model)
+    if own.logit_columns != profile.logit_columns or own.embedding_rows < own.logit_columns:
+        sizes = {own.logit_columns, own.embedding_rows} - {profile.logit_columns}
         raise ValueError(
-            f"[Engine] draft_model has a vocabulary of {sizes[1]} tokens: expected {sizes[0]}, "
-            "as many as the model has"
+            f"[Engine] draft_model has a vocabulary of {min(sizes)} tokens: expected "
+            f"{profile.logit_columns}, as many as the model has"
         )
-    profile = probed(draft_model)
-    if not can_draft(profile):
+    if not can_draft(own):
         raise ValueError(
             "[Engine] draft_model computes one sequence at a time: expected a model that computes "
             "several together"
         )
-    return profile
+    return own

@@ -1,6 +1,7 @@
 """Trace a model once to find what its layers store and how its tokens may be batched."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -81,6 +82,8 @@ class ModelProfile:
         attentions: the kinds of attention of its layers, each once.
         windows: for each entry of `shapes` the tokens that a query sees at most; None: all.
         last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
+        embedding_rows: ids of the model's input are below it.
+        logit_columns: tokens that the model can choose have ids below it.
         heads_take_rows: the output projection can compute some of a forward's rows, and the output
             then has these rows alone.
         untraceable: why no graph can compute the decodes of several buckets; None: nothing.
@@ -94,6 +97,8 @@ class ModelProfile:
     attentions: tuple[AttentionKind, ...]
     windows: tuple[int | None, ...]
     last_layer_narrows: bool
+    embedding_rows: int
+    logit_columns: int
     heads_take_rows: bool
     untraceable: str | None
 
@@ -165,6 +170,7 @@ def probe(model: nn.Module) -> ModelProfile:
     if name in REFUSED:
         raise UnsupportedModelError(f"model type {name} is refused: {REFUSED[name]}")
     caches = list(leaves(_trace(model, rows=1, length=2)))
+    embedding_rows, logit_columns = _sizes(model)
     chunk = _recorders(caches)
     states = _watched(caches)
     recurrent = bool(states)
@@ -200,6 +206,8 @@ def probe(model: nn.Module) -> ModelProfile:
         attentions=tuple(dict.fromkeys(kinds)),
         windows=tuple(map(_widest, traces)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),
+        embedding_rows=embedding_rows,
+        logit_columns=logit_columns,
         heads_take_rows=_heads_take_rows(model, batched=batching is not Batching.SINGLE),
         untraceable=untraceable,
     )
@@ -290,6 +298,41 @@ def _narrows(model: nn.Module, states: Sequence[WatchedStates]) -> bool:
     except (ValueError, TypeError):
         return False
     return written[-1:] == [sum(recorder.shape is not None for recorder in recorders)]
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """Rows of the embedding and columns of the logits. If token ids come to no embedding, as many
+    rows as columns."""
+    ids = mx.array([[1, 0]])
+    with attention_hook(), _lookups(model) as lookups:
+        columns = int(model(ids, cache=_recording_caches(model, 1)).shape[-1])
+    direct = [size for size, given in lookups if given is ids]
+    sizes = direct or [size for size, given in lookups if given.flatten().tolist() == [1, 0]]
+    return min(sizes, default=columns), columns
+
+
+@contextmanager
+def _lookups(model: nn.Module) -> Iterator[list[tuple[int, mx.array]]]:
+    """Within this context: rows of each embedding that is called, and the ids that it is given."""
+    found: list[tuple[int, mx.array]] = []
+    kinds = [
+        (module, type(module))
+        for _, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
+    ]
+    for module, kind in kinds:
+
+        def watched(self: nn.Module, ids: mx.array, kind: Any = kind) -> mx.array:
+            found.append((self["weight"].shape[0], ids))
+            made: mx.array = kind.__call__(self, ids)
+            return made
+
+        module.__class__ = type(kind.__name__, (kind,), {"__call__": watched})
+    try:
+        yield found
+    finally:
+        for module, kind in kinds:
+            module.__class__ = kind
 
 
 def _heads_take_rows(model: nn.Module, batched: bool) -> bool:

@@ -33,7 +33,15 @@ from mlx_paged.runner.recurrent_rows import RecurrentRows, States
 from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
 from mlx_paged.sampling.prompt_scores import PromptScores
-from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler, Scores, empty_rows, on_host
+from mlx_paged.sampling.sampler import (
+    PendingTokens,
+    Sampled,
+    Sampler,
+    Scores,
+    empty_rows,
+    on_host,
+    outside_rows,
+)
 from mlx_paged.scheduler.step import SampledToken, Span, Step
 
 Batches = list[tuple[Sequence[Span], Batch]]
@@ -113,6 +121,7 @@ class ModelRunner:
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self._heads_take_rows = profile.heads_take_rows
+        self._embedding_rows = profile.embedding_rows
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         with self._lock:
             self.cpu_layers = CPULayers(model, cpu_linear)
@@ -263,7 +272,8 @@ class ModelRunner:
         if launched.sampled is None:
             return []
         tokens, logprobs, tops = on_host(launched.sampled)
-        errors = empty_rows(launched.sampled, logprobs) | launched.errors
+        outside = outside_rows(launched.sampled, tokens)
+        errors = empty_rows(launched.sampled, logprobs) | outside | launched.errors
         rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
 
@@ -275,12 +285,15 @@ class ModelRunner:
     def _sample(self, launched: LaunchedStep) -> bool:
         """Choose a step's tokens, lazily; False if the sampler does not know enough yet."""
         assert launched.unsampled is not None
-        launched.sampled = sampled = self.sampler(*launched.unsampled)
+        sampled = self.sampler(*launched.unsampled)
         if sampled is None:
             return False
+        if self._embedding_rows < sampled.distributions.shape[-1]:
+            sampled = sampled.below(self._embedding_rows)
+        launched.sampled = sampled
         launched.unsampled = None
         arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
-        launched.pending += [array for array in arrays if array is not None]
+        launched.pending += [each for each in (*arrays, sampled.chosen) if each is not None]
         return True
 
     def drop(self, request: Request) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.arguments import missing
+from mlx_paged.arguments import missing, require_text
 from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 
 MAX_BYTES = 1 << 16  # longest source; llguidance compiles it in seconds, with Python's lock free
@@ -39,18 +39,27 @@ class GrammarState:
         matcher: after `position` tokens of the request; it belongs to the state from now on.
         tokens: llguidance's tokenizer. Its end-of-sequence token follows when the grammar allows no
             other token.
+        num_usable: the model takes ids below it; None: all.
+
+    Raises:
+        ValueError: the grammar demands a token that the model does not have.
 
     Attributes:
         forced: tokens that must follow. The matcher is behind them.
     """
 
-    def __init__(self, matcher: Matcher, position: int, tokens: Any) -> None:
+    def __init__(
+        self, matcher: Matcher, position: int, tokens: Any, num_usable: int | None = None
+    ) -> None:
         self.matcher = matcher
         self.vocab_size: int = tokens.vocab_size
         self.forced: list[int] = []
         self._position = position
         self._tokens = tokens
+        self._num_usable = num_usable
+        self._absent: int | None = None  # a token that must follow, and that the model lacks
         self._find_forced()
+        self._require_present()
 
     def copy(self, tokens: Sequence[int]) -> "GrammarState":
         """The state of a fork with these tokens, which begin with those that this state has
@@ -64,8 +73,10 @@ class GrammarState:
         """Go on to the end of the request's `tokens`.
 
         Raises:
-            ValueError: the grammar does not allow one of them; the state is then useless.
+            ValueError: the grammar does not allow one of them, or demands a token that the model
+                does not have; the state is then useless.
         """
+        self._require_present()
         for token in tokens[self._position :]:
             if self.forced:
                 is_allowed = self.forced[0] == token
@@ -81,12 +92,23 @@ class GrammarState:
                 del self.forced[0]
             else:
                 self._find_forced()
+                self._require_present()
+
+    def _require_present(self) -> None:
+        if self._absent is not None:
+            raise ValueError(
+                f"[SamplingParams] the grammar demands token {self._absent}: expected token ids "
+                f"below {self._num_usable}"
+            )
 
     def _find_forced(self) -> None:
         matcher = self.matcher
         while len(self.forced) < MAX_FORCED and (more := self._forced_tokens()):
             matcher.consume_tokens(more)
             self.forced += more
+            if self._num_usable is not None and max(more) >= self._num_usable:
+                self._absent = max(more)
+                return
         if matcher.is_stopped() and not matcher.is_error():
             self.forced.append(self._tokens.eos_token)
 
@@ -152,7 +174,10 @@ def masks_of(
             errors[rows[index].row] = ValueError(reason)
     if words > known:  # the logits are wider
         bits = np.pad(bits, ((0, 0), (0, words - known)))
-    return bits[:, :words], errors
+    bits = bits[:, :words]
+    if vocab % 32:
+        bits[:, -1] &= (1 << vocab % 32) - 1
+    return bits, errors
 
 
 @cache
@@ -167,12 +192,16 @@ class Grammars:
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper, or None.
-        vocab_size: tokens that the model knows; None: as many as the tokenizer.
+        vocab_size: columns of the model's logits; None: as many as the tokenizer has tokens.
+        num_usable: the model takes ids below it; None: all.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int | None, num_usable: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._num_usable = num_usable
         self._lock = threading.Lock()  # one source at a time: others keep their processors
         self._compiled: dict[tuple[str, str], Matcher | ValueError] = {}  # oldest first
         self._tokens: Any = None
@@ -190,12 +219,13 @@ class Grammars:
         if params.constraint is None:
             return None
         matcher = self.compile(params)
-        return GrammarState(matcher.deep_copy(), position, self._tokens)
+        return GrammarState(matcher.deep_copy(), position, self._tokens, self._num_usable)
 
     def compile(self, params: SamplingParams) -> Matcher:
         """A matcher before its first token. Raises ValueError as :meth:`start`."""
         assert params.constraint is not None
         kind, source = params.constraint
+        require_text("SamplingParams", kind, source)
         if (size := len(source.encode())) > MAX_BYTES:
             most = f"expected at most {MAX_BYTES}"
             raise ValueError(f"[SamplingParams] {kind} has {size} bytes: {most}")
@@ -279,7 +309,9 @@ class Grammars:
             raise ValueError(f"[SamplingParams] a grammar is given, but {reason}") from None
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         size = max(len(inner), self._vocab_size or 0)
-        self._tokens = from_tokenizer(inner, size, sorted(self._tokenizer.eos_token_ids))
+        ends = sorted(self._tokenizer.eos_token_ids)
+        usable = [end for end in ends if self._num_usable is None or end < self._num_usable]
+        self._tokens = from_tokenizer(inner, size, usable or ends)
 
 
 def _line(error: object) -> str:

@@ -27,6 +27,10 @@ class PromptScores:
     def __init__(self, spans: Sequence[tuple[Request, range]], logits: mx.array) -> None:
         self._spans = spans
         tokens = [t for request, at in spans for t in request.tokens[at.start + 1 : at.stop + 1]]
+        columns = logits.shape[-1]
+        # The embedding may have rows for tokens that the logits do not have.
+        self._are_known = [token < columns for token in tokens]
+        tokens = [min(token, columns - 1) for token in tokens]
         wanted = min(max(r.params.prompt_logprobs or 0 for r, _ in spans), logits.shape[-1])
         logits, self._rows = logits[-len(tokens) :], list[tuple[Any, ...]]()
         for start in range(0, len(tokens), PART):
@@ -35,10 +39,12 @@ class PromptScores:
 
     def deliver(self) -> None:
         """Give each request its prompt tokens' log-probabilities."""
-        rows = iter(self._rows)
+        rows = iter(zip(self._rows, self._are_known, strict=True))
         for request, positions in self._spans:
             assert request.prompt_logprobs is not None
-            for position, (logprob, rank, *top) in zip(positions, rows, strict=False):
+            for position, ((logprob, rank, *top), is_known) in zip(positions, rows, strict=False):
+                if not is_known:
+                    continue
                 pairs = zip(*top, strict=True) if top else ()
                 kept = tuple(pairs)[: request.params.prompt_logprobs]
                 request.prompt_logprobs[position + 1] = PromptLogprob(logprob, rank, kept)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,9 +53,16 @@ class Sampled:
     # a row that asks for none holds zeros. None if no row asks.
     top_tokens: mx.array | None = None
     top_logprobs: mx.array | None = None  # of `top_tokens`, float32; -inf where these are zeros
+    # [R] integers: what was chosen, if some of it may be no id; `tokens` then has another id there.
+    chosen: mx.array | None = None
     # By row, why it has no token; its entry of `tokens` is then meaningless.
     errors: dict[int, Exception] = field(default_factory=dict)
     may_be_empty: Sequence[int] = ()  # rows that have no token if their log-probability is NaN
+
+    def below(self, limit: int) -> "Sampled":
+        """The same with token ids below `limit`."""
+        chosen = self.tokens if self.chosen is None else self.chosen
+        return replace(self, tokens=mx.minimum(self.tokens, limit - 1), chosen=chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +152,12 @@ class Sampler:
         _, logprobs, tokens, totals = scores
         if rows.drawn is not None:
             tokens = _choose(tokens, logprobs, rows.drawn, lengths)
+        chosen: mx.array | None = None
         if samplers:
-            tokens = _choose_by_callers(tokens, logprobs, samplers, errors)
+            chosen = _choose_by_callers(tokens, logprobs, samplers, errors)
+            tokens = mx.clip(chosen, 0, vocab - 1).astype(mx.int32)
         # What is told has float32's precision; what chooses has that of the logits, as in mlx-lm.
-        chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1).astype(mx.float32) - totals
+        own = mx.take_along_axis(logits, tokens[:, None], axis=-1).astype(mx.float32) - totals
         tops: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
         if rows.reported is not None:
             shape = (len(logprobs), rows.num_reported)
@@ -157,7 +166,8 @@ class Sampler:
             found = most_likely(told, rows.num_reported)
             none = mx.zeros(shape, mx.int32), mx.full(shape, -mx.inf)
             tops = rows.reported.put(none[0], found[0]), rows.reported.put(none[1], found[1])
-        return Sampled(tokens, chosen[:, 0], logprobs, tops[0], tops[1], errors, rows.may_be_empty)
+        reported = tokens, own[:, 0], logprobs, tops[0], tops[1]
+        return Sampled(*reported, chosen, errors, rows.may_be_empty)
 
     def _compose(self, requests: Sequence[Request], vocab: int, drafts: Drafts = NO_DRAFTS) -> None:
         rows = self._rows = SamplingRows(requests, vocab)
@@ -247,16 +257,15 @@ def _choose_by_callers(
     samplers: Mapping[int, Callable[..., object]],
     errors: dict[int, Exception],
 ) -> mx.array:
-    """`tokens` ``[R]`` with the choices of callers' samplers. A row that already has an error keeps
-    its token."""
+    """`tokens` ``[R]``, as int64, with the choices of callers' samplers. These are not known yet
+    and may be no ids. A row that already has an error keeps its token."""
 
     def choose(row: slice, sampler: Callable[..., object]) -> mx.array:
-        token = checked_array("sampler", sampler(logprobs[row]), mx.integer, (1,))
-        # Not known yet, so an id outside the vocabulary is clipped, not refused.
-        return mx.clip(token, 0, logprobs.shape[-1] - 1).astype(mx.int32)
+        chosen = checked_array("sampler", sampler(logprobs[row]), mx.integer, (1,))
+        return chosen.astype(mx.int64)  # the largest uint64 become negative
 
     left = {row: sampler for row, sampler in samplers.items() if row not in errors}
-    return row_by_row(tokens, left, choose, errors)
+    return row_by_row(tokens.astype(mx.int64), left, choose, errors)
 
 
 def _draw(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:
@@ -339,6 +348,21 @@ def empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Excepti
         for row in sampled.may_be_empty
         if math.isnan(logprobs[row])
     }
+
+
+def outside_rows(sampled: Sampled, tokens: Sequence[int]) -> dict[int, Exception]:
+    """Errors of rows whose choice is no token that the model can read."""
+    if sampled.chosen is None:
+        return {}
+    columns, errors = sampled.distributions.shape[-1], dict[int, Exception]()
+    each: list[int] = sampled.chosen.tolist()  # type: ignore[assignment]
+    for row, chosen in enumerate(each):
+        if not 0 <= chosen < columns:
+            reason = f"sampler returned token {chosen}: expected ids in [0, {columns})"
+            errors[row] = ValueError(f"[SamplingParams] {reason}")
+        elif chosen != tokens[row]:
+            errors[row] = ValueError(f"the embedding does not have the chosen token {chosen}")
+    return errors
 
 
 def on_host(sampled: Sampled) -> tuple[list[int], list[float], list[TopLogprobs]]:

@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.cli import NUM_DRAFTS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
+from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.formats import choice
 from mlx_paged.formats.format import Format
 from mlx_paged.kv.memory import default_kv_memory
@@ -47,6 +48,7 @@ class Model:
     tokenizer: TokenizerWrapper
     service: EngineService
     format: Format  # of its thoughts and calls
+    token_ids: TokenIds  # checks ids that requests give
     xtc_special_tokens: frozenset[int]
     max_context: int  # tokens of prompt and completion: the model's, or what the pool can serve
     longest_token: int  # bytes
@@ -134,7 +136,10 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         tokenizer=tokenizer,
         service=service,
         format=form,
-        xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
+        token_ids=engine.token_ids,
+        xtc_special_tokens=frozenset(
+            engine.token_ids.with_columns({*newline, *tokenizer.eos_token_ids})
+        ),
         max_context=room,
         longest_token=longest,
         abilities=abilities,

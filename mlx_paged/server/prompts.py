@@ -40,6 +40,9 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
     may_call = fields.get("tools") and fields["tool_choice"] == "auto"
     if may_call and model.abilities.tools_problem:
         raise ValueError(f"tools: expected none, for {model.abilities.tools_problem}")
+    for prompt in fields.get("prompt", ()):  # before a tokenizer decodes them
+        if isinstance(prompt, list) and prompt:
+            model.token_ids.check_prompt("completions", prompt)
     try:
         if "messages" not in fields:
             return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
@@ -85,13 +88,14 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
         most = max(least, min(args.max_tokens, model.max_context - num_prompt), 1)
     _check_context(model, fields, num_prompt, most)
     ends = stop_ids.union(() if fields.get("ignore_eos") else model.tokenizer.eos_token_ids)
+    forbidden = model.token_ids.with_columns(ends)
 
     def forbid_ends(tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.size < num_prompt + least:
-            logits[:, mx.array(sorted(ends))] = -mx.inf
+            logits[:, mx.array(forbidden)] = -mx.inf
         return logits
 
-    processors: list[thinking.Processor] = [forbid_ends] if least and ends else []
+    processors: list[thinking.Processor] = [forbid_ends] if least and forbidden else []
     budget, may_call = fields.get("thinking_budget"), bool(fields.get("tools"))
     if budget is not None and model.format.thinks and prompt.begin != Begin.CONTENT:
         is_open = prompt.begin == Begin.THOUGHT

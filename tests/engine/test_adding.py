@@ -133,7 +133,7 @@ def test_as_many_beams_as_tokens_can_be_searched(model):
 
 
 def test_without_a_known_vocabulary_the_pool_bounds_the_beams(engine):
-    engine._encode.vocab_size = None
+    engine.token_ids.columns = None
     with pytest.raises(ValueError, match="num_beams is 65: expected an integer from 1 to 64"):
         engine.add_beam_search(PROMPT, 65)
 

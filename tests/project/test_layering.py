@@ -76,7 +76,7 @@ NO_MLX = [
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "generate.prompts_file", "runner.plan"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
-    *("engine.detokenizer", "engine.spelling"),
+    *("engine.detokenizer", "engine.spelling", "engine.token_ids"),
     *("engine.waiting_calls", "sampling.grammar"),
     *("server.constraints", "server.fields", "server.messages", "server.request_body"),
     *("server.images", "server.keys", "server.log_format", "server.responses", "server.sockets"),
