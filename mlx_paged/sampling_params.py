@@ -79,7 +79,9 @@ class SamplingParams:
         frequency_penalty: subtracted once for each time a token was seen; None or 0 is off.
         frequency_context_size: as `repetition_context_size`.
         logit_bias: number added to the logit of each token id, as a mapping or as pairs; -inf
-            forbids the token. Stored as a tuple of pairs.
+            forbids the token. Biases and penalties leave a finite logit between plus and minus a
+            quarter of the largest number of the logits' type (float16: 16,376). Stored as a tuple
+            of pairs.
         logits_processors: each is called in order as ``processor(tokens, logits)``. `tokens` are
             the prompt and the generated tokens, ``[n]`` int32; `logits` are the next token's,
             ``[1, vocab]``; both are mx.array. It returns logits of the same shape, as in mlx-lm.
@@ -91,7 +93,8 @@ class SamplingParams:
             should not evaluate arrays. It does not use `seed`.
         seed: of the request's random stream; None: the engine chooses one. A request with a seed
             draws the same numbers in any batch.
-        logprobs: how many of the most likely tokens are reported with each token.
+        logprobs: how many of the most likely tokens are reported with each token. A forbidden token
+            is not among these tokens.
         prompt_logprobs: how many of the most likely tokens are reported with each prompt token,
             beside the token's own log-probability, which nothing above changes; None: no prompt
             token has one. Tokens that the logits do not have get none. A fork has them for the

@@ -265,8 +265,7 @@ class OutputProcessor:
         if reason is not None and text is not None:
             segment += text.finish()
         top = choice.top[: request.params.logprobs] if choice.top else ()
-        if request.grammar is not None:
-            top = tuple(pair for pair in top if pair[1] > -math.inf)  # which it allows
+        top = tuple(pair for pair in top if pair[1] > -math.inf)  # without forbidden tokens
         if top:
             request.top_logprobs.append(top)
         told = request.id, token, segment, choice.logprob, top

@@ -177,7 +177,7 @@ def _biases(
         values += bias.values()
     if not cells:
         return None, errors
-    return (*_indices(cells), mx.array(np.array(values, np.float32))), errors
+    return (*_indices(cells), mx.array(_float32(values))), errors
 
 
 def _may_be_empty(request: Request) -> bool:
@@ -211,7 +211,13 @@ def penalties_of(params: SamplingParams) -> list[float]:
 
 
 def column(values: Sequence[float]) -> mx.array:
-    return mx.array(np.array(values, np.float32)[:, None])
+    return mx.array(_float32(values)[:, None])
+
+
+def _float32(values: Sequence[float]) -> npt.NDArray[np.float32]:
+    """The nearest finite numbers of float32, infinite values apart."""
+    wide, most = np.array(values, np.float64), np.finfo(np.float32).max
+    return np.where(np.isinf(wide), wide, np.clip(wide, -most, most)).astype(np.float32)
 
 
 def _indices(cells: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array]:

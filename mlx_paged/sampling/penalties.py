@@ -1,6 +1,7 @@
 """How logits change before a token is chosen: penalties and the callers' processors.
 
-The numbers are mlx-lm's, in the type of the logits.
+The numbers are mlx-lm's, in the type of the logits, but all of them are finite: float16 ends at
+65,504.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,14 +80,19 @@ class Penalties:
         logits = mx.array(logits)  # shares the values; assignments do not reach the caller's array
         if (penalty := self._repetition) is not None:
             tokens, _ = _counted(windows, penalty)
-            strength, seen = penalty.strength.astype(dtype), logits[rows, tokens]
-            logits[rows, tokens] = mx.where(seen < 0, seen * strength, seen / strength)
+            strength = mx.maximum(clipped(penalty.strength, dtype), 1 / largest(dtype))
+            seen = logits[rows, tokens]
+            found = mx.where(seen < 0, seen * strength, seen / strength)
+            logits[rows, tokens] = bounded(found, seen)
         if (penalty := self._presence) is not None:
             tokens, _ = _counted(windows, penalty)
-            logits[rows, tokens] = logits[rows, tokens] - penalty.strength.astype(dtype)
+            seen = logits[rows, tokens]
+            logits[rows, tokens] = bounded(seen - clipped(penalty.strength, dtype), seen)
         if (penalty := self._frequency) is not None:
             tokens, counted = _counted(windows, penalty)
-            logits = logits.at[rows, tokens].subtract(mx.where(counted, penalty.strength, 0))
+            strength, seen = clipped(penalty.strength, dtype), logits[rows, tokens]
+            logits = logits.at[rows, tokens].subtract(mx.where(counted, strength, 0))
+            logits[rows, tokens] = bounded(logits[rows, tokens], seen)
         return logits
 
     def _penalty(
@@ -122,6 +128,33 @@ class Penalties:
             tokens = tokens_between(request, self._drafts, max(0, stop - width), stop)
             row[width - len(tokens) :] = tokens
         return mx.array(past)
+
+
+def largest(dtype: mx.Dtype) -> float:
+    """The largest logit that an option may make: a quarter of the largest number of `dtype`, so
+    that the difference of two logits is finite."""
+    return float(mx.finfo(dtype).max) / 4
+
+
+def clipped(values: mx.array, dtype: mx.Dtype) -> mx.array:
+    """`values` in another type, within what an option may make."""
+    most = largest(dtype)
+    return mx.clip(values, -most, most).astype(dtype)
+
+
+def bounded(found: mx.array, before: mx.array) -> mx.array:
+    """Logits `found` within what an option may make; those that were infinite `before` stay so."""
+    return mx.where(mx.isinf(before), before, clipped(found, found.dtype))
+
+
+def biased(logits: mx.array, rows: mx.array, tokens: mx.array, values: mx.array) -> mx.array:
+    """Logits ``[R, vocab]`` with `values` ``[N]`` added at these `rows` and `tokens` ``[N]``, each
+    pair once; -inf forbids a token."""
+    logits = mx.array(logits)  # shares the values; assignments do not reach the caller's array
+    before = logits[rows, tokens]
+    found = bounded(before + clipped(values, logits.dtype), before)
+    logits[rows, tokens] = mx.where(values == -mx.inf, -mx.inf, found)
+    return logits
 
 
 def _contexts(request: Request) -> list[int]:

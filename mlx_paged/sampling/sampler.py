@@ -25,6 +25,7 @@ from mlx_paged.sampling.penalties import (
     Drafts,
     Penalties,
     TokenHistory,
+    biased,
     checked_array,
     processed,
     row_by_row,
@@ -183,8 +184,7 @@ class Sampler:
         errors: dict[int, Exception],
     ) -> mx.array:
         if self._rows.biases is not None:
-            rows, tokens, values = self._rows.biases
-            logits = logits.at[rows, tokens].add(values)
+            logits = biased(logits, *self._rows.biases)
         if self._penalties is not None:
             logits = self._penalties(logits, newest, lengths)
         if not self._histories:

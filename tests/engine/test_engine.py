@@ -51,6 +51,17 @@ def test_logprobs_are_those_of_the_whole_context(model, engine):
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
+def test_log_probabilities_are_those_of_tokens_that_may_come(engine):
+    def allow(tokens, logits):
+        return mx.where(mx.arange(logits.shape[-1]) < 2, logits, -mx.inf)
+
+    (done,) = engine.generate([PROMPT], max_tokens=3, logprobs=4, logits_processors=[allow])
+    assert [sorted(token for token, _ in top) for top in done.top_logprobs] == [[0, 1]] * 3
+    assert np.isfinite([logprob for top in done.top_logprobs for _, logprob in top]).all()
+    (done,) = engine.generate([PROMPT], max_tokens=3, logit_bias={1: 1e300}, logprobs=4)
+    assert done.tokens == [1] * 3 and np.isfinite(done.logprobs).all()
+
+
 def test_a_seeded_request_does_not_depend_on_its_company(model):
     sampled = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, seed=11)
     alone = Engine(model, block_size=4, num_blocks=64).generate([PROMPT], sampled)[0]

@@ -378,3 +378,48 @@ def test_drafts_copy_no_more_tokens_than_the_window_has():
     alone.tokens = Long(alone.tokens)
     found = penalties.Penalties([alone] * 3, [0, 1, 2], drafts)._known_past(np.array([60, 61, 62]))
     assert found.tolist() == [expected[stop - 5 : stop - 1] for stop in (60, 61, 62)]
+
+
+HUGE: dict[str, tuple[dict[str, Any], int | None]] = {
+    "bias": ({"logit_bias": {5: 1e9, 7: -1e9, 3: -np.inf}}, 5),
+    "bias beyond float32": ({"logit_bias": {5: 1e300, 7: -1e300}}, 5),
+    "bias and penalties": ({"logit_bias": {5: 1e9}, "presence_penalty": -1e9}, None),
+    "presence": ({"presence_penalty": 1e6}, None),
+    "negative presence": ({"presence_penalty": -1e300}, 9),
+    "frequency": ({"frequency_penalty": 1e6}, None),
+    "negative frequency": ({"frequency_penalty": -1e5}, 9),
+    "repetition": ({"repetition_penalty": 1e30}, None),
+    "tiny repetition": ({"repetition_penalty": 1e-300}, None),
+    "all": (
+        {
+            "logit_bias": {5: 1e9, 9: -np.inf},
+            "repetition_penalty": 1e-6,
+            "presence_penalty": 1e9,
+            "frequency_penalty": -1e9,
+        },
+        5,
+    ),
+}
+"""Options that overflow in float16 and most of them also in float32, and the token they force."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("options", "forced"), HUGE.values(), ids=HUGE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
+def test_huge_options_leave_finite_log_probabilities(dtype, options, forced, temperature):
+    logits = random_logits(rows=2, seed=8).astype(dtype)
+    made = request(
+        prompt=[9] * 12,
+        temperature=temperature,
+        logprobs=VOCAB,
+        frequency_context_size=0,
+        **options,
+    )
+    sampled = sample(logits, [made, request(logprobs=VOCAB)])
+    found = distributions(sampled)
+    forbidden = [t for t, bias in dict(made.params.logit_bias).items() if bias == -np.inf]
+    assert np.isfinite(np.delete(found[0], forbidden)).all()
+    assert (found[0][forbidden] == -np.inf).all()
+    assert np.isfinite(np.array(sampled.logprobs)).all()
+    assert forced is None or int(sampled.tokens[0]) == forced
+    np.testing.assert_array_equal(found[1], mlx_lm_log_probabilities([0], logits[1:]))
