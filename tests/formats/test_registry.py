@@ -1,0 +1,105 @@
+"""Every format that mlx-lm knows is read, and the format of a model is chosen as documented."""
+
+import json
+import pkgutil
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm import tool_parsers
+
+from mlx_paged.formats import thoughts
+from mlx_paged.formats.choice import TOOL, chosen
+from mlx_paged.formats.foreign import Foreign
+from mlx_paged.formats.registry import FORMATS, named
+from tests.support.commands.scripted_models import CALLS, CHANNELS, template
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(tool_parsers.__path__))
+
+
+def tokenizer(chat_template, vocab=(), parser=None, folder="/nowhere"):
+    """What formats see of mlx-lm's TokenizerWrapper."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(messages, tokenize, tools=None, **options):
+        texts, _ = render_jinja_template([messages], tools=tools, chat_template=chat_template)
+        return texts[0]
+
+    module = parser and __import__(f"mlx_lm.tool_parsers.{parser}", fromlist=["x"])
+    return SimpleNamespace(
+        chat_template=chat_template,
+        has_chat_template=chat_template is not None,
+        get_vocab=lambda: {mark: i for i, mark in enumerate(vocab)},
+        apply_chat_template=render,
+        name_or_path=folder,
+        eos_token_ids=(),
+        decode=lambda tokens: "",
+        tool_parser=module and module.parse_tool_call,
+        tool_call_start=module and module.tool_call_start,
+        tool_call_end=module and module.tool_call_end,
+    )
+
+
+def test_names_are_unique():
+    names = [name for form in FORMATS for name in (form.name, *form.aliases)]
+    assert all(names) and len(names) == len({*names})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_format_of_mlx_lm_is_lost(name, caplog):
+    """It has a format here, or goes through mlx-lm's parser, and the log says so."""
+    given = tokenizer("{{ messages }}", parser=name)
+    form, own = chosen(given).format, given.tool_parser.__module__.rpartition(".")[2]
+    if named(own) is None:
+        assert isinstance(form, Foreign) and form.name == own and own in caplog.text
+    else:
+        assert isinstance(form, named(own)) and not caplog.text
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_what_the_template_writes_chooses(family):
+    found = chosen(tokenizer(template(family)))
+    assert (found.format.name, found.problem) == (family, None)
+
+
+def test_harmony_is_chosen_by_its_template_and_by_its_tokens():
+    found = chosen(tokenizer(CHANNELS))
+    assert (found.format.name, found.problem) == ("harmony", None)
+    tokens = "<|start|>", "<|channel|>", "<|message|>"
+    found = chosen(tokenizer("{{ messages }}", tokens))
+    assert found.format.name == "harmony" and "ignores tools" in found.problem
+
+
+def test_a_name_goes_before_what_the_template_writes(tmp_path):
+    found = chosen(tokenizer(template("qwen3_coder")), "json_tools")
+    assert found.format.name == "json_tools" and "is not read" in found.problem
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tool_parser_type": "qwen3_coder"}))
+    found = chosen(tokenizer(template("json_tools"), folder=str(tmp_path)))
+    assert found.format.name == "qwen3_coder" and "is not read" in found.problem
+
+
+@pytest.mark.parametrize("names", [("nothing", None), (None, "nothing")])
+def test_a_name_that_is_not_known_is_refused(names):
+    with pytest.raises(ValueError, match=r"-format: expected one of .*, got 'nothing'"):
+        chosen(tokenizer(None), *names)
+
+
+def test_without_a_template_or_a_format_tools_have_a_problem():
+    assert "no chat template" in chosen(tokenizer(None)).problem
+    writes = TOOL["function"]["name"] + "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    assert "no parser is known" in chosen(tokenizer(writes)).problem
+
+
+@pytest.mark.parametrize(
+    ("vocab", "template", "name", "style"),
+    [
+        (["<think>", "</think>"], None, None, "think"),
+        (["<think>"], None, None, None),
+        ([], "x <think> y </think>", None, "think"),
+        ([], None, "seed", "seed"),
+        (["<think>", "</think>"], None, "none", None),
+        (["[THINK]", "[/THINK]"], "<think></think>", None, "mistral"),
+    ],
+)
+def test_the_marks_of_thoughts_are_chosen(vocab, template, name, style):
+    found = thoughts.chosen({mark: i for i, mark in enumerate(vocab)}, template, name)
+    assert found == (style and thoughts.STYLES[style])

@@ -1,0 +1,205 @@
+"""What a server makes of thoughts and calls, by format, on tiny models that follow scripts."""
+
+import json
+
+import pytest
+
+from tests.support.commands.scripted_models import CHANNELS, called, chat, scripted, template
+from tests.support.commands.server_harness import only_model, post
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+SCHEMA = {"const": {"tag": "<think><tool_call>", "n": 1}}
+FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+
+
+def ask(text):
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with scripted(template("json_tools"), TAGS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """The prompt of the model opens a thought."""
+    with scripted(template("json_tools", "<think>\n"), TAGS) as made:
+        yield made
+
+
+PAST = [
+    *ask("q"),
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ],
+    },
+]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        ask("What does <think> do?"),
+        [*PAST, {"role": "tool", "tool_call_id": "1", "content": "it splits at <think>"}],
+        [{"role": "system", "content": "Never write <think>."}, *ask("hi")],
+        [*ask("q"), {"role": "assistant", "content": "It begins with <think>."}, *ask("and?")],
+    ],
+)
+def test_tags_in_messages_open_no_thought(server, messages):
+    message, reason = chat(server, "The answer is 4.", messages=messages)
+    assert (message["content"], message.get("reasoning"), reason) == (
+        "The answer is 4.",
+        None,
+        "stop",
+    )
+    message, _ = chat(server, messages=messages, thinking_budget=2, max_tokens=8)
+    assert "reasoning" not in message
+    fields = {"messages": messages, "structured_outputs": {"regex": "a|b"}}
+    assert chat(server, **fields)[0]["content"] in ("a", "b")
+    message, _ = chat(server, messages=messages, response_format=FORM)
+    assert json.loads(message["content"]) == SCHEMA["const"]
+
+
+@pytest.mark.parametrize(
+    ("said", "thought", "content"),
+    [
+        ("<think>a</think>b", "a", "b"),
+        ("\n <think>a</think>b", "a", "b"),
+        ("Models write <think>. So.", None, "Models write <think>. So."),
+        ("<think>a</think>`<think>` b</think>", "a", "`<think>` b</think>"),
+        ("<think>never ended", "never ended", ""),
+        ("<think></think>b", None, "b"),
+    ],
+)
+def test_a_thought_begins_an_answer_or_is_none(server, said, thought, content):
+    message, _ = chat(server, said)
+    assert (message.get("reasoning"), message["content"]) == (thought, content)
+
+
+def test_the_prompt_may_open_a_thought(opened):
+    message, _ = chat(opened, "a</think>b")
+    assert (message["reasoning"], message["content"]) == ("a", "b")
+    message, _ = chat(opened, messages=ask("x </think> y"), thinking_budget=3, max_tokens=9)
+    assert len(message["reasoning"].encode()) <= 9 and "</think>" not in message["content"]
+    message, _ = chat(opened, response_format=FORM, thinking_budget=3)
+    assert json.loads(message["content"]) == SCHEMA["const"] and message["reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "said", "thought", "content"),
+    [
+        ("<think>so", " on</think>b", " on", "b"),
+        ("\n<think>so", "</think>b", None, "b"),
+        ("<think>so</think>a", "b<think>", None, "b<think>"),
+        ("a <think>", "b</think>", None, "b</think>"),
+        ("a", "<think>b", None, "<think>b"),
+    ],
+)
+def test_a_continued_turn_is_part_of_the_answer(opened, turn, said, thought, content):
+    messages = [*ask("hi"), {"role": "assistant", "content": turn}]
+    message, _ = chat(opened, said, messages=messages, continue_final_message=True)
+    assert (message.get("reasoning"), message["content"]) == (thought, content)
+
+
+def test_text_completions_are_raw(server):
+    for said in ("A <think>b</think> c", "<think>b", "<tool_call>\n{}"):
+        body = {"prompt": "x", "max_tokens": 60, "metadata": {"script": said}}
+        _, _, answer = post(server, body)
+        assert answer["choices"][0]["text"] == said
+
+
+CODE = "    def f():\n\treturn '<think></think>'\n"
+MARKED = {
+    "json_tools": lambda text: (
+        f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': {'x': text}})}\n</tool_call>"
+    ),
+    "qwen3_coder": lambda text: (
+        f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "harmony": lambda text: (
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        f"{json.dumps({'x': text})}<|call|>"
+    ),
+}
+HARMONY = tuple(
+    f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call")
+)
+
+
+def model_of(family, has_tokens=True):
+    if family == "harmony":
+        return scripted(CHANNELS, HARMONY)
+    return scripted(template(family), TAGS if has_tokens else ())
+
+
+@pytest.mark.parametrize("family", MARKED)
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_arguments_are_what_the_model_wrote(family, has_tokens):
+    if family == "harmony" and not has_tokens:
+        pytest.skip("all its models have the tokens")
+    mark = MARKED[family]
+    with model_of(family, has_tokens) as server:
+        message, reason = chat(server, mark(CODE), tools=[TOOL])
+        assert (called(message), reason) == ([("f", {"x": CODE})], "tool_calls")
+        whole = mark("abc abc abc")
+        count = len(only_model(server).tokenizer.encode(whole))
+        for cut in range(count - 12, count - 1, 5):  # behind the header of Harmony
+            message, reason = chat(server, whole, tools=[TOOL], max_tokens=cut)
+            assert (reason, called(message)) == ("length", [])
+            told = message["content"].removeprefix("<tool_call>")
+            assert told and told in whole
+        message, reason = chat(server, mark(CODE))
+        assert not called(message) and reason == "stop"
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            fields = {"tools": [TOOL], "tool_choice": choice, "temperature": 1.0, "seed": 1}
+            message, reason = chat(server, max_tokens=3000, **fields)
+            assert reason == "length" or {name for name, _ in called(message)} == {"f"}
+
+
+def test_harmony_reads_its_channels_and_takes_them_back():
+    said = (
+        "<|channel|>analysis<|message|>A greeting.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Hello!"
+    )
+    with model_of("harmony") as server:
+        message, _ = chat(server, said)
+        assert (message["content"], message["reasoning"]) == ("Hello!", "A greeting.")
+        again = [*ask("hi"), {"role": "assistant"} | message, *ask("more")]
+        assert chat(server, "<|channel|>final<|message|>Yes", messages=again)[0]["content"] == "Yes"
+        calls = MARKED["harmony"]("1").replace("<|call|>", "<|end|><|start|>assistant")
+        said = "<|channel|>analysis<|message|>Two.<|end|><|start|>assistant" + calls
+        message, _ = chat(server, said + MARKED["harmony"]("2"), tools=[TOOL])
+        assert called(message) == [("f", {"x": "1"}), ("f", {"x": "2"})]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "r"}
+            for call in message["tool_calls"]
+        ]
+        turn = message | {"reasoning_content": message["reasoning"], "content": "I look."}
+        again = [*ask("hi"), turn, *results]
+        message, _ = chat(server, "<|channel|>final<|message|>ok", messages=again, tools=[TOOL])
+        assert message["content"] == "ok"
+        message, reason = chat(server, response_format=FORM, max_tokens=2000, thinking_budget=4)
+        assert reason == "length" or json.loads(message["content"]) == SCHEMA["const"]
+
+
+def test_the_order_of_text_and_calls_is_kept():
+    said = "Sure.\n" + "\n".join(MARKED["json_tools"](str(i)) for i in (1, 2)) + "\n"
+    tools = [{"type": "function", "name": "f", "parameters": TOOL["function"]["parameters"]}]
+    body = {"input": "hi", "max_output_tokens": 400, "tools": tools, "metadata": {"script": said}}
+    with model_of("json_tools") as server:
+        _, _, whole = post(server, body, "/v1/responses")
+        kinds = [item["type"] for item in whole["output"]]
+        assert kinds == ["message", "function_call", "function_call"]
+        assert whole["output"][0]["content"][0]["text"] == "Sure.\n"
