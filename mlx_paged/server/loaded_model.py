@@ -166,14 +166,26 @@ def release(service: EngineService) -> None:
     service.close()
 
 
-async def in_own_thread(function: Callable[..., T], *args: Any) -> T:
-    """Run `function` in a thread that ends with it, and with it what MLX keeps for a thread."""
-    run = asyncio.get_running_loop().run_in_executor
-    with ThreadPoolExecutor(1) as thread:
+class LoadingThread:
+    """One thread, which loads and releases models: MLX keeps a thread of its own for each thread
+    that has computed, even after that thread has ended."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1)
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run `function` there, to its end also if this call is cancelled."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._executor, function, *args)
         try:
-            return await run(thread, function, *args)
+            return await asyncio.shield(work)
         finally:
-            await run(thread, mx.clear_streams)
+            await asyncio.wait([work])
+
+    def close(self) -> None:
+        """End the thread."""
+        self._executor.submit(mx.clear_streams)  # by the thread that made them
+        self._executor.shutdown()
 
 
 def give_back() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlx_paged.kv.memory import spare_memory
 from mlx_paged.runner.ranks import rank
 from mlx_paged.server import loaded_model, model_files
-from mlx_paged.server.loaded_model import Model, in_own_thread
+from mlx_paged.server.loaded_model import LoadingThread, Model
 from mlx_paged.server.model_names import ModelNames, directory_of
 from mlx_paged.server.request_body import Refusal
 
@@ -29,6 +29,7 @@ class Models:
         self.loaded: dict[str, Model] = {}
         self.names = ModelNames(args)
         self._limits: dict[str, int] = {}  # `max_context` of models that were loaded, by path
+        self._thread = LoadingThread()
         self._turn = asyncio.Lock()  # held while a model is loaded or unloaded
         self._leaving: Model | None = None  # takes no more requests
         self._places = args.decode_concurrency + args.max_queue
@@ -49,6 +50,7 @@ class Models:
     def close(self) -> None:
         for model in list(self.loaded.values()):
             loaded_model.release(model.service)
+        self._thread.close()
 
     def listed(self) -> dict[str, int | None]:
         """The names of models that can be served, each with the tokens that prompt and completion
@@ -104,7 +106,7 @@ class Models:
         """Load a model in the place of the least recently used ones. The caller has the turn."""
         places = await self._make_room(path)
         try:
-            await in_own_thread(self._make, path, places)  # to its end, also without its client
+            await self._thread.run(self._make, path, places)  # to its end, also without its client
         except ValueError as error:
             raise Refusal(404, str(error), "model_not_found", "model") from error
         return self.loaded[path]
@@ -161,6 +163,6 @@ class Models:
         finally:
             self._leaving = None
         logging.info("unloading %s", model.name)
-        await in_own_thread(loaded_model.release, model.service)
+        await self._thread.run(loaded_model.release, model.service)
         model.service = None  # type: ignore[assignment]
-        loaded_model.give_back()
+        await self._thread.run(loaded_model.give_back)

@@ -11,6 +11,7 @@ import threading
 import urllib.request
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,7 @@ from tests.support.commands.server_harness import (
 )
 from tests.support.documents import ROOT
 
+PROCESS = Path("/proc/self/status")
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -68,9 +70,10 @@ def test_a_warm_up_that_fails_is_a_mistake_of_the_start(monkeypatch):
 
 
 def test_a_model_whose_client_leaves_while_it_loads_is_kept(monkeypatch):
-    begun, may_end = threading.Event(), threading.Event()
+    begun, may_end, made = threading.Event(), threading.Event(), []
 
     def make(path, args, places, trusts):
+        made.append(path)
         begun.set()
         assert may_end.wait(TIMEOUT)
         return SimpleNamespace(taken=0, take=lambda count: None, max_context=1)
@@ -87,11 +90,12 @@ def test_a_model_whose_client_leaves_while_it_loads_is_kept(monkeypatch):
         await asyncio.to_thread(begun.wait, TIMEOUT)
         client.cancel()
         threading.Timer(0.1, may_end.set).start()
+        await wait()  # another client's request for the model
         with pytest.raises(asyncio.CancelledError):
             await client
 
     asyncio.run(leave())
-    assert [*models.loaded] == ["model"]
+    assert [*models.loaded] == made == ["model"]
 
 
 @pytest.mark.slow
@@ -137,6 +141,23 @@ def test_two_models_may_be_held_and_share_the_memory(other):
         assert metric(server, name) == 0
     with live() as alone:
         assert metric(alone, "mlx_paged_kv_blocks") == pytest.approx(2 * blocks, abs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PROCESS.exists(), reason="reads /proc")
+def test_swaps_leave_threads_and_memory_as_they_were(other):
+    """A hundred swaps beside the second one, within 20 MB."""
+
+    def held(name):
+        found = re.search(rf"^{name}:\s+(\d+)", PROCESS.read_text(), re.MULTILINE)
+        return int(found[1])
+
+    with live("--unpin-default", "--allow-models", other) as server:
+        for i in range(102):
+            assert ask(server, None if i % 2 else other)[0] == 200
+            if i == 1:
+                threads, kilobytes = held("Threads"), held("VmRSS")
+        assert held("Threads") <= threads and held("VmRSS") <= kilobytes + 20_000
 
 
 def test_no_other_model_is_loaded_if_none_may_be(other):
