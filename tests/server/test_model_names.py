@@ -98,7 +98,7 @@ def test_a_model_is_loaded_once_whatever_it_is_called(here):
         ),
         ([*HUB, "--allow-models", ""], {"one", "owner/two", "models/one", "ONE", "link"}),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)),  # the same in every worker
 )
 def test_only_listed_models_may_be_named(here, flags, known):
     absolute = {"ELSEWHERE": str(here / "elsewhere"), "ONE": str(here / "models/one")}
