@@ -286,7 +286,7 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def table(kinds: dict[str, Kind]) -> str:
     rows = [("kind", "requests", "slowest canary", "findings", "statuses")]
-    for name, kind in kinds.items():
+    for name, kind in ((name, kind) for name, kind in kinds.items() if kind.requests):
         statuses = ", ".join(f"{key}: {n}" for key, n in sorted(kind.statuses.items()))
         slowest = f"{kind.slowest_canary:.2f} s"
         rows.append((name, str(kind.requests), slowest, str(kind.findings), statuses))

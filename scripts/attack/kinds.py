@@ -20,11 +20,14 @@ CLOSED = ("/metrics", "/status", "/v1/models", "/v1/models/default_model")
 WAYS = (
     *("{}", "{}", "/{}", "{}/", "{}?", "{}#", "{};", "/health/..{}", "/./{}", "{}%00", "//x{}"),
     *("http://127.0.0.1{}", "http://127.0.0.1/health{}", "{}?/health", "{}\\health"),
+    *("{}%1b[31m", "{}%0d%0a2026 - INFO - forged", "/{}%c2%9b"),
 )
 """How the path of a request is written."""
+BAD_HOSTS = ("evil.com", "127.0.0.1@evil.com", "a b", ":80", "evil.com/x?", "127.0.0.1/health?", "")
 HOSTS = (
-    *("127.0.0.1", "127.0.0.1", "127.0.0.1/health?", "127.0.0.1/health#", "", "localhost/?"),
-    *("[::1]", "evil.com", "127.0.0.1@evil.com", "a b", ":80"),
+    *("127.0.0.1",) * 4,
+    *("127.0.0.1/health#", "localhost/?", "[::1]"),
+    *BAD_HOSTS,
 )
 TRICKS = (
     *("A: b", "Authorization: Bearer", "Authorization: Bearer  ", "Authorization: Basic Og=="),
@@ -198,10 +201,15 @@ def values(rng: random.Random, target: Target) -> Request:
 
 
 def keys(rng: random.Random, target: Target) -> Request:
-    """Requests without the key, with tricks in the path, in Host and in other headers."""
+    """Requests without the key, with tricks in the path, in Host and in other headers; and requests
+    with the key and a wrong Host."""
     path = rng.choice((*CLOSED, COMPLETIONS, CHAT, MESSAGES, RESPONSES))
     encoded = "".join(f"%{ord(c):02x}" if rng.random() < 0.2 and c != "/" else c for c in path)
     path = rng.choice(WAYS).format(rng.choice((path, path, encoded)))
+    if rng.random() < 0.2:
+        right = f"Authorization: Bearer {target.key}"
+        raw = get("/v1/models", right, host=rng.choice(BAD_HOSTS))
+        return Request(raw, REFUSED, is_http=False, patience=20.0)
     host = rng.choice(HOSTS)
     method = rng.choice(("GET", "GET", "HEAD", "POST", "OPTIONS", "get", "CONNECT"))
     raw = get(path, rng.choice(TRICKS), host=host, method=method)
