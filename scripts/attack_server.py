@@ -79,6 +79,7 @@ class Kind:
     requests: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     slowest_canary: float = 0.0
+    peak_mib: float = 0.0  # of memory during its waves
     findings: int = 0
 
 
@@ -94,6 +95,7 @@ class Attack:
         self.findings: list[str] = []
         self.kinds = {name: Kind() for name in (*REQUESTS, *FLOODS)}
         self.num_restarts = 0
+        self._now = Kind()  # whose wave runs
         self.peak: Footprint = {"rss_mib": 0.0, "descriptors": 0, "threads": 0}
         self._server, self._target, self._log, self._args = server, target, log, args
         self._read = 0  # bytes of the log
@@ -132,6 +134,7 @@ class Attack:
 
     def _wave(self, name: str) -> None:
         kind, before = self.kinds[name], len(self.canary.seconds)
+        self._now = kind
         self._close_held(HELD_S)
         if name in FLOODS:
             self._flood(name)
@@ -245,6 +248,7 @@ class Attack:
             with suppress(OSError, KeyError, ValueError, IndexError):  # it is ending
                 now = self._server.holds()
                 self.peak = {name: max(most, now[name]) for name, most in self.peak.items()}
+                self._now.peak_mib = max(self._now.peak_mib, now["rss_mib"])
 
     def settle(self) -> None:
         """Wait until nothing is under way; compare what the process holds with LIMITS."""
@@ -285,12 +289,13 @@ CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def table(kinds: dict[str, Kind]) -> str:
-    rows = [("kind", "requests", "slowest canary", "findings", "statuses")]
+    rows = [("kind", "requests", "slowest canary", "peak of memory", "findings", "statuses")]
     for name, kind in ((name, kind) for name, kind in kinds.items() if kind.requests):
         statuses = ", ".join(f"{key}: {n}" for key, n in sorted(kind.statuses.items()))
         slowest = f"{kind.slowest_canary:.2f} s"
-        rows.append((name, str(kind.requests), slowest, str(kind.findings), statuses))
-    return "\n".join(f"{a:18}{b:>9}{c:>16}{d:>10}  {e}" for a, b, c, d, e in rows)
+        peak = f"{kind.peak_mib:.0f} MiB"
+        rows.append((name, str(kind.requests), slowest, peak, str(kind.findings), statuses))
+    return "\n".join(f"{a:18}{b:>9}{c:>16}{d:>16}{e:>10}  {f}" for a, b, c, d, e, f in rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
