@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters
 
-from mlx_paged.runner.model_runner import LaunchedStep
+from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.scheduler.step import Runner, SampledToken, Span, Step
 
 

@@ -24,7 +24,7 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Fault, Runner, SampledToken, StepResult
+from mlx_paged.scheduler.step import Fault, Runner, SampledToken, StepResult, UnknownEndError
 
 
 class EngineCore:
@@ -64,6 +64,9 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.lookahead = lookahead
         self._thread: int | None = None  # that called `step` last
+        self._calls_of_thread = 0  # of `step` in a row, after the first one
+        # So many, before a step is launched ahead: a step that another thread launched may be lost.
+        self._patience = 0
         self.ready: list[TokenOutput] = []
         self.device_faults = 0
         self._is_advancing = False
@@ -295,10 +298,7 @@ class EngineCore:
     def compute(self) -> None:
         """Compute one step; the next :meth:`step` returns its outputs."""
         with deferred_interrupts():
-            # Only the thread that launches a step can know whether a GPU fails in it.
-            thread, self._thread = self._thread, threading.get_ident()
-            is_same = thread in (None, self._thread)
-            self._advance(ahead=self.lookahead and is_same and not self._beams)
+            self._advance(ahead=self._may_look_ahead() and not self._beams)
 
     def _deliver(self, output: TokenOutput) -> None:
         """Let the next :meth:`step` return an output."""
@@ -328,6 +328,19 @@ class EngineCore:
             raise
 
     # Steps
+
+    def _may_look_ahead(self) -> bool:
+        """Whether the thread that calls this is likely to call the next step, too. Only the thread
+        that launches a step can begin all of it, and know whether a GPU fails in it."""
+        thread, self._thread = self._thread, threading.get_ident()
+        is_same = thread in (None, self._thread)
+        self._calls_of_thread = self._calls_of_thread + 1 if is_same else 0
+        return self.lookahead and self._calls_of_thread > self._patience
+
+    @exclusive
+    def settle(self) -> None:
+        """Read the step under way, so that another thread can go on. Its outputs become `ready`."""
+        self._settle()
 
     def _settle(self) -> None:
         """Read the step under way, so that every token is known. Its outputs become `ready`."""
@@ -399,6 +412,8 @@ class EngineCore:
     def _recover(self, fault: Fault) -> None:
         self.stats.faults += 1
         self.device_faults += fault.is_devices
+        if isinstance(fault.error, UnknownEndError):
+            self._patience = 2 * self._patience + 1
         for request in self._pipeline.recover(fault):
             self._fail(request, fault.error)
         if not isinstance(fault.error, Exception):

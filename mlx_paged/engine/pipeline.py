@@ -40,6 +40,10 @@ class StepPipeline(Generic[LaunchedT]):
     request, the next step computes one token too many, which is dropped. The blocks of that request
     are free at once, because the device computes steps in order. A step with drafts is read before
     the next one is scheduled, and so is one with K/V from a disk: its requests have waited already.
+
+    To begin a step can take nearly as long as the step: MLX returns when only few of its tasks are
+    left to do. So a step with a chunk is held back: its graph is built and its first layers begin,
+    then the tokens of the step before are read and returned, and the next call begins the rest.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class StepPipeline(Generic[LaunchedT]):
                     before.step.copied += step.copied
                 assert not step.copies, "copies without a step that performs them"
                 return None
+            step.is_held_back = before is not None and step.work.chunk_tokens > 0
             launched = self.runner.launch(step, before.launched if before else None)
         except BaseException as error:
             result.fault = Fault(step.everyone, error)
@@ -157,10 +162,11 @@ class StepPipeline(Generic[LaunchedT]):
         ended = self._now()
         result.schedule_seconds += committed_at - launched_at
         result.launch_seconds += launched_at - scheduled + ended - committed_at
-        return _UnderWay(launched, step, ended - started)
+        of_before = before.step.rest_seconds if before else 0.0
+        return _UnderWay(launched, step, ended - started - of_before)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
-        started = self._now()
+        started, rest_seconds = self._now(), current.step.rest_seconds
         try:
             choices = self.runner.collect(current.launched)
         except BaseException as error:
@@ -170,7 +176,7 @@ class StepPipeline(Generic[LaunchedT]):
             return
         result.wait_seconds = self._now() - started
         result.step = current.step
-        result.seconds = current.seconds + result.wait_seconds
+        result.seconds = current.seconds + rest_seconds + result.wait_seconds
         if self._known:
             for request in self._known:
                 request.num_in_flight += 1

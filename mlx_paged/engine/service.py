@@ -84,6 +84,8 @@ class EngineService:
                 raise RuntimeError(
                     "[EngineService] started before or closed: expected a new service"
                 )
+            if self._engine.occupancy.thread is None:
+                self._engine.settle()
             self._thread.start()
             self._begun.result()
             self._started = True
@@ -213,6 +215,8 @@ class EngineService:
                 self._answer_calls()
                 self._step()
             self._abort_all()
+            if self.error is None:
+                self._engine.settle()
         except BaseException as error:
             self._fail(error)
         self._refuse_calls()

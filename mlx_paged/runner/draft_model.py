@@ -8,8 +8,8 @@ import mlx.nn as nn
 
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
+from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.model_probe import Batching, ModelProfile
-from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.scheduler.step import DeviceError, Span, Step
 

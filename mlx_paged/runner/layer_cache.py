@@ -1,5 +1,8 @@
 """One layer of the pool as an mlx-lm cache."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
@@ -50,6 +53,7 @@ class PagedLayerCache(LayerView, UntrimmedCache):
         super().__init__(pool, self.place.array, window, max_paged_queries())
         self._is_written = False
         self._was_written = False  # before the call that only stored
+        self.kept: list[mx.array] | None = None  # where `kept_handle` wants the next handle
 
     def bind(self, forward: Forward) -> None:
         """The next forward of the model is this one."""
@@ -76,6 +80,8 @@ class PagedLayerCache(LayerView, UntrimmedCache):
             self.pool.write(self.layer, keys, storable(values), forward.slot_mapping)
         self._is_written = True
         self.offset = forward.next_offset
+        if self.kept is not None:
+            self.kept.append(self.keys)
         return self.keys_and_values()
 
     @property
@@ -96,3 +102,18 @@ class PagedLayerCache(LayerView, UntrimmedCache):
     @values.setter
     def values(self, handle: mx.array) -> None:
         pass
+
+
+@contextmanager
+def kept_handle(layer: PagedLayerCache | None) -> Iterator[list[mx.array]]:
+    """A list of the handles that forwards within this context make of the layer's keys, when they
+    have written them; empty if there is no layer. Layers that share arrays replace the pool's."""
+    kept: list[mx.array] = []
+    if layer is None:
+        yield kept
+        return
+    layer.kept = kept
+    try:
+        yield kept
+    finally:
+        layer.kept = None

@@ -1,8 +1,9 @@
 """One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +28,8 @@ from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
 from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
-from mlx_paged.runner.layer_cache import PagedLayerCache
+from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
+from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_rows import RecurrentRows, States
 from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, unpacked
@@ -35,47 +37,15 @@ from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import (
     PendingTokens,
-    Sampled,
     Sampler,
     Scores,
     empty_rows,
     on_host,
     outside_rows,
 )
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step, UnknownEndError
 
 Batches = list[tuple[Sequence[Span], Batch]]
-Drafts = dict[int, tuple[int, ...]]  # by request id
-SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
-
-
-@dataclass(slots=True, eq=False)
-class LaunchedStep:
-    """A step that the device is computing.
-
-    Attributes:
-        requests: the requests that get a token.
-        sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
-        pending: all arrays that the step computes.
-        end: waits for the device and raises its error; None: its arrays raise it.
-        scores: of prompt tokens.
-        unsampled: arguments of the sampler, which waits until the step before has been read.
-    """
-
-    requests: list[Request]
-    sampled: Sampled | None
-    pending: list[mx.array] = field(default_factory=list)
-    scores: list[PromptScores] = field(default_factory=list)
-    end: Callable[[], None] | None = None
-    unsampled: SamplerArguments | None = None
-
-    @property
-    def errors(self) -> dict[int, Exception]:
-        return {} if self.sampled is None else self.sampled.errors
-
-    @property
-    def coming(self) -> PendingTokens | None:
-        return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
 
 
 class ModelRunner:
@@ -115,7 +85,9 @@ class ModelRunner:
         self.caches = make_caches(model, pool, places)
         flat = list(leaves(self.caches))
         self.layers = [c for c in flat if isinstance(c, PagedLayerCache)]
+        self._second_layer = next((c for c in flat[1:2] if isinstance(c, PagedLayerCache)), None)
         states = [c for c in flat if isinstance(c, ArraysCache)]
+        self._second_states = [i for i, c in enumerate(states) if c in flat[1:2]]
         diverted = RecurrentRows.of(model) if profile.diverts_states else None
         self.states = RecurrentStates(states, diverted)
         self._is_recurrent = profile.recurrent
@@ -129,6 +101,7 @@ class ModelRunner:
         self._make_sampler = make_sampler
         self.sampler = make_sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
+        self._held_back: LaunchedStep | None = None
         self._loaded: list[mx.array] = []  # what transfers read from, until the next step is read
         self.error: Exception | None = None
         note_errors_on(self)
@@ -173,61 +146,101 @@ class ModelRunner:
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         free_graphs_with_thread()
-        if before is not None:
-            self.sample_late(before)
+        for earlier in (self._held_back, before):
+            if earlier is not None:
+                self.go_on(earlier)
         if step.copies:
             self.pool.copy_blocks(step.copies)
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, list):
                 snapshot.states = unpacked(snapshot.states)
             self.states.restore(request.id, snapshot.position, cast(States, snapshot.states))
-        coming = None if before is None else before.coming
+        launched = LaunchedStep([], None)
+        if step.is_held_back:
+            launched.held = HeldBack(step, threading.get_ident())
         traced = self._extra_seconds
-        requests: list[Request] = []
+        first = self._build(step, None if before is None else before.coming, launched)
+        step.extra_seconds += self._extra_seconds - traced
+        if launched.unsampled is not None:
+            if any([request.grammar is not None for request in launched.requests]):
+                launched.pending.append(launched.unsampled[0])
+                if launched.held is None:
+                    self._begin(launched.pending)  # the device computes while masks are made
+            self._sample(launched)
+        if launched.held is None:
+            self._begin_last(launched)
+        else:
+            self._held_back = launched
+            self._begin(first)
+        if self.error is not None:
+            raise self.error
+        return launched
+
+    def _build(
+        self, step: Step, coming: PendingTokens | None, launched: LaunchedStep
+    ) -> list[mx.array]:
+        """Build the forwards of a step; return the arrays with which a step that is held back
+        begins. The device computes them while the tokens of the step before are returned."""
         logits: list[mx.array] = []
         newest: list[mx.array] = []
         lengths: list[Int32Array] = []
-        prompt_scores: list[PromptScores] = []
+        first: list[mx.array] | None = None
+        scores: Scores | None = None
         for spans, batch in self._batches(step, coming):
             step.shared_keys += batch.shared_keys
-            rows, scores = self._forward(batch)
+            rows, scores, early = self._forward_and_first(batch, launched)
+            first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
             if self.begins_each or batch.scored:
                 states = self.states.arrays(batch.seq_ids)
                 read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
-                self._begin([*self.pool.handles(), *states, *read])
+                part = Part([*self.pool.handles(), *states, *read], batch.scored, rows)
+                self._compute(launched, part)
             if self._is_recurrent:
                 for span, snapshot in [(s, each) for s in spans for each in s.snapshots]:
                     self._fill(snapshot, span.request)
-            if batch.scored:
-                prompt_scores.append(PromptScores(batch.scored, rows))
             if batch.sampled:
-                requests += batch.sampled
+                launched.requests += batch.sampled
                 logits.append(own)
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
-        step.extra_seconds += self._extra_seconds - traced
-        pending, self._loaded = self.pool.handles() + self._loaded, []
+        launched.pending, self._loaded = self.pool.handles() + self._loaded, []
         if self._is_recurrent:
             for span in step.spans:
                 for fork in span.forks:
                     self.states.fork(span.request.id, fork.id)
             computed = [request.id for request in step.everyone]
-            pending += self.states.arrays(computed) + self.states.separate(computed) + self._copied
+            launched.pending += self.states.arrays(computed) + self.states.separate(computed)
+            launched.pending += self._copied
             self._copied = []
-        launched = LaunchedStep(requests, None, pending, prompt_scores)
-        if requests:
+        if logits:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
-            rows, tokens = _joined(logits), _joined(newest)
-            launched.unsampled = rows, requests, tokens, np.concatenate(lengths), scores, drafts
-            if any([request.grammar is not None for request in requests]):
-                pending.append(rows)
-                self._begin(pending)  # the device computes while masks are made
-            self._sample(launched)
-        self._begin_last(launched)
-        if self.error is not None:
-            raise self.error
-        return launched
+            arguments = launched.requests, _joined(newest), np.concatenate(lengths), scores, drafts
+            launched.unsampled = _joined(logits), *arguments
+        return first or []
+
+    def _forward_and_first(
+        self, batch: Batch, launched: LaunchedStep
+    ) -> tuple[mx.array, Scores | None, list[mx.array]]:
+        """:meth:`_forward`; if the step is held back also the arrays that it may begin with: all of
+        a decode, which is short, or of a chunk one layer and the K/V or the states of the next."""
+        if launched.held is None:
+            return *self._forward(batch), []
+        if batch.decodes_only:
+            rows, scores = self._forward(batch)
+            return rows, scores, [*self.pool.handles(), *self.states.arrays(batch.seq_ids), rows]
+        with kept_handle(self._second_layer) as handles:
+            rows, scores = self._forward(batch)
+        return rows, scores, handles + self.states.arrays(batch.seq_ids, self._second_states)
+
+    def _compute(self, launched: LaunchedStep, part: Part) -> None:
+        """Begin a part of a step, and score prompt tokens, unless the step is held back."""
+        if launched.held is not None:
+            launched.held.parts.append(part)
+            return
+        self._begin(part.arrays)
+        if part.scored:
+            launched.scores.append(PromptScores(part.scored, part.logits))
 
     def transfer(
         self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
@@ -242,6 +255,8 @@ class ModelRunner:
         return None if end is None else waiting(self, end)
 
     def _transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
+        if self._held_back is not None:  # it reads what is there before
+            self.go_on(self._held_back)
         pool, groups = self.pool, range(len(self.allocator.groups))
         for group in groups:
             leaving = [t for t in stores if t.group == group and t.blocks]
@@ -261,7 +276,7 @@ class ModelRunner:
         try:
             if self.error is not None:
                 raise self.error
-            self.sample_late(launched)
+            self.go_on(launched)
             mx.eval(launched.pending)
             if launched.end is not None:
                 launched.end()
@@ -277,10 +292,30 @@ class ModelRunner:
         rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
 
-    def sample_late(self, launched: LaunchedStep) -> None:
-        """Choose the tokens of a step whose sampler waits until the step before it is read."""
+    def go_on(self, launched: LaunchedStep) -> None:
+        """Begin all of a step that is held back. Choose the tokens of a step whose sampler waits
+        until the step before has been read."""
+        if launched.held is not None:
+            self._let_go(launched, launched.held)
         if launched.unsampled is not None and self._sample(launched):
             self._begin_last(launched)  # before the step that follows it
+
+    def _let_go(self, launched: LaunchedStep, held: HeldBack) -> None:
+        if held.thread != threading.get_ident():
+            raise UnknownEndError("another thread built the step, and only it can begin the step")
+        started, launched.held, self._held_back = time.perf_counter(), None, None
+        try:
+            while held.parts:
+                self._compute(launched, held.parts.pop(0))
+        except Exception as error:  # the other parts have not begun
+            self.error = noted(error)
+            raise
+        launched.pending += self._copied
+        self._copied = []
+        self._begin_last(launched)
+        held.step.rest_seconds += time.perf_counter() - started
+        if self.error is not None:
+            raise self.error
 
     def _sample(self, launched: LaunchedStep) -> bool:
         """Choose a step's tokens, lazily; False if the sampler does not know enough yet."""
@@ -301,8 +336,9 @@ class ModelRunner:
         if request.snapshot is not None:
             self._fill(request.snapshot, request)
             request.snapshot = None
-            self._begin(self._copied)
-            self._copied = []  # evaluated by this thread: another one may launch the next step
+            if self._held_back is None:  # else it would have to begin now
+                self._begin(self._copied)
+                self._copied = []  # evaluated by this thread: another one may launch the next step
         self.states.drop(request.id)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -318,7 +354,7 @@ class ModelRunner:
         mx.clear_cache()  # memory may be short
         self.pool.reset_handles()
         self.states.clear()
-        self._copied, self._loaded, self.error = [], [], None
+        self._copied, self._loaded, self._held_back, self.error = [], [], None, None
         self.sampler = self._make_sampler()
         self._tables = self._new_tables(padded=self.compiled is not None)
 

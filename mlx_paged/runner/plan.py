@@ -65,7 +65,8 @@ class PlanWriter:
         ]
         copies = [(copy.src, copy.dst, copy.group) for copy in step.copies]
         restores = [(request.id, self._number(s)) for request, s in step.restores]
-        plan = awaits, calls, dead, changes, copies, restores, spans
+        how = awaits, step.is_held_back
+        plan = how, calls, dead, changes, copies, restores, spans
         content = json.dumps(plan, separators=(",", ":")).encode()
         self.digest = _digest(self.digest, content, self._allocator, changes)
         return self.digest + content
@@ -122,14 +123,14 @@ class PlanReader:
         """The step, whether it awaits tokens, and the calls before it: a request to drop and None,
         or a parent and its child. Raises DigestMismatch if rank 0's state is another one."""
         expected, content = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
-        awaits, calls, dead, changes, copies, restores, spans = json.loads(content)
+        (awaits, is_held_back), calls, dead, changes, copies, restores, spans = json.loads(content)
         found = [self._call(*call) for call in calls]
         for number in dead:
             self._snapshots.pop(number, None)
         for row, group, start, (entries, *blocks) in changes:
             self._allocator.block_tables.put(row, group, start, entries)
             self._allocator.store.put_blocks(entries, blocks, group)
-        step = Step(copies=[BlockCopy(*copy) for copy in copies])
+        step = Step(copies=[BlockCopy(*copy) for copy in copies], is_held_back=is_held_back)
         step.restores = [(self._request(i), self._snapshots[number]) for i, number in restores]
         step.spans = [self._span(*span) for span in spans]
         self.digest = _digest(self.digest, content, self._allocator, changes)

@@ -26,9 +26,10 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.outputs import describe
 from mlx_paged.request import Request
+from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
 from mlx_paged.runner.model_probe import model_type
-from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.pooled_model import MeasuredModel, PoolConfig, PooledModel, probed
 from mlx_paged.runner.skip_unsampled import attached_to
@@ -208,8 +209,6 @@ class LeadingRunner:
         return self.runner.why_plain
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        if before is not None:
-            self.runner.sample_late(before)
         started = time.perf_counter()
         awaits = any(not span.known for span in step.spans)
         plan = self._writer.write(step, awaits)
@@ -218,10 +217,12 @@ class LeadingRunner:
         self.stats["plan_bytes"] += len(plan)
         self.stats["most_plan_bytes"] = max(self.stats["most_plan_bytes"], len(plan))
         self.stats["plan_seconds"] += time.perf_counter() - started
-        if awaits:
-            assert before is not None and before.sampled is not None
-            before = _shared(before, before.sampled.tokens, self.ranks.group)
         try:
+            if before is not None:  # the others go on with it, too, when they have the plan
+                self.runner.go_on(before)
+            if awaits:
+                assert before is not None and before.sampled is not None
+                before = _shared(before, before.sampled.tokens, self.ranks.group)
             return self.runner.launch(step, before)
         except BaseException as error:
             self._error = error
@@ -275,6 +276,8 @@ class _Follower:
         step, awaits, calls = self._reader.read(message)
         for request, child in calls:
             runner.drop(request) if child is None else runner.fork(request, child)
+        if before is not None:  # as rank 0 does, before the tokens are shared
+            runner.go_on(before)
         self._before = runner.launch(step, _shared(before, None, self._group) if awaits else None)
         self._under_way.append(self._before)
 

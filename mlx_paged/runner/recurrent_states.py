@@ -197,10 +197,13 @@ class RecurrentStates:
         self._mixed.clear()
         self._empty_caches()
 
-    def arrays(self, seq_ids: Iterable[int]) -> list[mx.array]:
-        """The sequences' states, joined as they are, which are evaluated with the step."""
-        held = (each for seq_id in seq_ids for each in self._held.get(seq_id, {}).values())
-        return [a for joined in dict(held) for a in arrays_of(joined.states)]
+    def arrays(self, seq_ids: Iterable[int], layers: Sequence[int] | None = None) -> list[mx.array]:
+        """The sequences' states, joined as they are, which are evaluated with the step; with
+        `layers` those of some recurrent layers, in the order of the model."""
+        held = dict(each for seq_id in seq_ids for each in self._held.get(seq_id, {}).values())
+        if layers is None:
+            return [a for joined in held for a in arrays_of(joined.states)]
+        return [a for joined in held for a in arrays_of([joined.states[i] for i in layers])]
 
     def _empty_caches(self) -> None:
         for cache in self.caches:

@@ -106,6 +106,10 @@ class Step:
     max_chunk_tokens: int | None = None  # limit of its chunks; None: the scheduler's budget
     blocks_in_use: int = 0  # when it was launched
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
+    # Whether only its first layers begin at once. The rest begins with the next call of the runner
+    # for a step, when the tokens of the step before have been returned.
+    is_held_back: bool = False
+    rest_seconds: float = 0.0  # until the rest had begun; MLX waits meanwhile for most of the step
 
     def add(self, span: Span) -> None:
         """Compute a span. It begins where its request's recurrent states are."""

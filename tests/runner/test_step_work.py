@@ -95,7 +95,7 @@ def test_all_layers_share_the_arrays_of_a_step_which_is_evaluated_once(model, ca
         assert calls.num() == {
             "write_kv": LAYERS,
             "paged_attention_varlen" if ragged else "paged_attention": LAYERS,
-            "async_eval": 1,
+            "async_eval": 1 + sum(seen[-2:-1]),  # the rest of a step that is held back
             "eval": 1,
             "__init__": 1,
         }

@@ -61,6 +61,7 @@ class PlannedRunner:
         self._calls = []
         real, mirrored = self.allocator, self.mirrored
         assert found.copies == list(step.copies)
+        assert found.is_held_back == step.is_held_back
         for (ours, snapshot), (theirs, twin) in zip(step.restores, found.restores, strict=True):
             assert ours.id == theirs.id and twin.position in (0, snapshot.position)
         for own, other in zip(step.spans, found.spans, strict=True):

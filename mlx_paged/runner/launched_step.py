@@ -1,0 +1,65 @@
+"""A step that a runner has built: what the device computes already, and what has not begun."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.request import Request
+from mlx_paged.sampling.prompt_scores import PromptScores
+from mlx_paged.sampling.sampler import PendingTokens, Sampled, Scores
+from mlx_paged.scheduler.step import Step
+
+Drafts = dict[int, tuple[int, ...]]  # by request id
+SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Arrays of a step that begin together, before the arrays that follow them; then the prompt
+    tokens of `scored` are scored by `logits`."""
+
+    arrays: list[mx.array]
+    scored: Sequence[tuple[Request, range]]
+    logits: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """What of a step has not begun: `parts`, then its pending arrays. `thread` built it."""
+
+    step: Step
+    thread: int
+    parts: list[Part] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class LaunchedStep:
+    """A step that the device is computing.
+
+    Attributes:
+        requests: the requests that get a token.
+        sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
+        pending: all arrays that the step computes.
+        end: waits for the device and raises its error; None: its arrays raise it.
+        scores: of prompt tokens.
+        unsampled: arguments of the sampler, which waits until the step before has been read.
+        held: what has not begun yet; None: all of the step has begun.
+    """
+
+    requests: list[Request]
+    sampled: Sampled | None
+    pending: list[mx.array] = field(default_factory=list)
+    scores: list[PromptScores] = field(default_factory=list)
+    end: Callable[[], None] | None = None
+    unsampled: SamplerArguments | None = None
+    held: HeldBack | None = None
+
+    @property
+    def errors(self) -> dict[int, Exception]:
+        return {} if self.sampled is None else self.sampled.errors
+
+    @property
+    def coming(self) -> PendingTokens | None:
+        return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
