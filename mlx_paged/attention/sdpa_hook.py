@@ -148,8 +148,7 @@ def _attention(
         return mlx_attention(q, k, v, scale=scale, mask=mask, **given)
     _require_known(mask, unknown)
     out = None
-    # Without a mask several queries see each other, and all keys.
-    is_implied = isinstance(mask, str) or (mask is None and q.shape[2] == 1)
+    is_implied = mask is None or isinstance(mask, str)
     with nullcontext() if stream is None else mx.stream(stream):
         if (is_implied or isinstance(mask, CausalMask)) and _is_pair(k, v):
             window = k.cache.window if is_implied else mask.window

@@ -279,7 +279,6 @@ def test_mlx_lm_refuses_it_under_the_patch_too(monkeypatch, given):
 
 
 KNOWN = {
-    "no mask": {"mask": None},
     "a stream": {"stream": mx.cpu},
     "no stream": {"stream": None, "sinks": None},
     "causal": {"mask": "causal"},
@@ -289,7 +288,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("given", KNOWN.values(), ids=KNOWN)
 def test_other_calls_mean_what_they_mean_in_mlx(monkeypatch, given):
-    """Of a prompt of 30 tokens, which is one forward; without a mask its tokens see each other."""
+    """Of a prompt of 30 tokens, which is one forward."""
 
     def asking(q, k, v, cache, scale, mask, sinks=None):
         options = {"mask": mask} | (given if q.shape[2] == 30 else {})

@@ -73,19 +73,17 @@ def test_penalties_reach_the_requests(records):
         assert penalised["tokens"] != plain["tokens"]
 
 
-def test_a_line_that_fails_on_the_way_is_reported_and_the_others_are_finished(
-    run, demo, monkeypatch, tmp_path
-):
-    """Some models do not tell the size of their vocabulary."""
-    monkeypatch.setattr(demo[0].args, "vocab_size", None)
+def test_a_line_that_fails_on_the_way_is_reported_and_the_others_are_finished(run, demo, tmp_path):
+    """Its biases forbid every token."""
     output = tmp_path / "results.jsonl"
-    lines = [{"prompt": CLASS, "logit_bias": {"99999": 1}}, {"prompt": FUNCTION}]
+    none = {str(token): "-inf" for token in range(demo[0].args.vocab_size)}
+    lines = [{"prompt": CLASS, "logit_bias": none}, {"prompt": FUNCTION}]
     file = jsonl(tmp_path / "prompts.jsonl", lines)
     result = run("--prompts-file", file, "-m", 4, "--output", output)
     assert result.status == 1
-    assert f"{file} line 1: ValueError: " in result.err and "99999" in result.err
+    assert f"{file} line 1: ValueError: " in result.err and "leave no token" in result.err
     failed, finished = read_jsonl(output)
-    assert failed["finish_reason"] == "error" and "99999" in failed["error"]
+    assert failed["finish_reason"] == "error" and "leave no token" in failed["error"]
     assert finished["finish_reason"] == "length" and len(finished["tokens"]) == 4
 
 
