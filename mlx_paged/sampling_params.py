@@ -209,6 +209,10 @@ def _json(value: object) -> object:
         return value  # refused by its range
 
 
+class CompilerBusy(RuntimeError):
+    """Too many grammars wait for the compiler."""
+
+
 GRAMMARS = ("json_schema", "regex", "grammar")  # fields of which one may constrain the text
 
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

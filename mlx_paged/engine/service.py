@@ -141,6 +141,10 @@ class EngineService:
         if isinstance(params, SamplingParams) and params.constraint is not None:
             self._engine.grammars.compile(params)
 
+    def has_compiled(self, params: SamplingParams) -> bool:
+        """Whether :meth:`compile` has nothing to do, or would raise at once."""
+        return params.constraint is None or self._engine.grammars.knows(params)
+
     def adopt(self, add: Callable[[Engine], Sequence[int]]) -> list[Ticket]:
         """Run `add` as :meth:`call` does; return a ticket for each request id that it returns.
 

@@ -1,29 +1,38 @@
 """Which tokens may follow: JSON schemas, regular expressions and grammars, by llguidance.
 
-Only this module knows llguidance. It need not be installed for requests without a grammar. Knows no
-mlx.
+Only this module and grammar_trials know llguidance. It need not be installed for requests without a
+grammar. Knows no mlx.
 """
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, partial
+from hashlib import sha256
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.arguments import missing, require_text
-from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
+from mlx_paged.sampling import grammar_trials
+from mlx_paged.sampling_params import JSON_STYLE, CompilerBusy, SamplingParams
 
 MAX_BYTES = 1 << 16  # longest source; llguidance compiles it in seconds, with Python's lock free
 STACK_BYTES = 1 << 27  # of the compiler; a chain of rules in MAX_BYTES takes a third of it at most
-MAX_SECONDS = 10.0  # for one source
+MAX_SECONDS = 10.0  # for one source that has passed its trial
 MAX_LATE = 2  # so many sources may take longer before no other one is compiled
+MAX_PASSED = 1 << 16  # sources that have passed a trial and are remembered
 MAX_COMPILED = 256  # compiled sources that are kept, the latest ones
 MAX_FORCED = 1024  # tokens that are looked for at once after a token
 SPECIAL = b"\xff"  # what llguidance begins the name of a special token with; no text has it
+
+BUSY = "[SamplingParams] the compiler is busy: expected to be asked later"
+TRIALS = grammar_trials.Trials()
+atexit.register(TRIALS.close)
 
 Matcher = Any  # llguidance's LLMatcher
 
@@ -204,6 +213,7 @@ class Grammars:
         self._num_usable = num_usable
         self._lock = threading.Lock()  # one source at a time: others keep their processors
         self._compiled: dict[tuple[str, str], Matcher | ValueError] = {}  # oldest first
+        self._passed = set[bytes]()  # digests of sources that took little in a process apart
         self._tokens: Any = None
         self._late: list[threading.Thread] = []  # that compile for too long
 
@@ -214,7 +224,7 @@ class Grammars:
         Raises:
             ValueError: llguidance refuses the source, it is too large, there is no tokenizer, or
                 llguidance is not installed.
-            RuntimeError: other sources keep the compiler busy.
+            CompilerBusy: other sources keep the compiler busy.
         """
         if params.constraint is None:
             return None
@@ -231,11 +241,12 @@ class Grammars:
             raise ValueError(f"[SamplingParams] {kind} has {size} bytes: {most}")
         found = self._compiled.get((kind, source))  # no lock: another source may take seconds
         if found is None:
+            refusal = self._tried(kind, source)
             with self._lock:
                 found = self._compiled.get((kind, source))
                 if found is None:
                     try:
-                        found = self._compile(kind, source)
+                        found = refusal or self._compile(kind, source)
                     except ValueError as error:
                         found = error.with_traceback(None)
                     self._compiled[kind, source] = found
@@ -244,6 +255,27 @@ class Grammars:
         if isinstance(found, ValueError):
             raise ValueError(str(found))
         return found
+
+    def knows(self, params: SamplingParams) -> bool:
+        """Whether :meth:`compile` returns or raises at once."""
+        return params.constraint in self._compiled
+
+    def _tried(self, kind: str, source: str) -> ValueError | None:
+        """Why a source is refused that takes too much in a process apart; None if it does not, or
+        if another reason will be found. A source that has passed does not wait again."""
+        passed = sha256(f"{kind}:{source}".encode()).digest()
+        if passed in self._passed or self._tokenizer is None or find_spec("llguidance") is None:
+            return None
+        try:
+            TRIALS.check(kind, source)
+        except grammar_trials.Refused as error:
+            return ValueError(f"[SamplingParams] {kind}: {error}")
+        except grammar_trials.Busy:
+            raise CompilerBusy(BUSY) from None
+        if len(self._passed) >= MAX_PASSED:
+            self._passed.clear()
+        self._passed.add(passed)
+        return None
 
     def warm_up(self) -> None:
         """Read the tokenizer now, if llguidance is installed; else the first grammar does this."""
@@ -275,7 +307,7 @@ class Grammars:
         found: list[Matcher] = []
         self._late = [thread for thread in self._late if thread.is_alive()]
         if len(self._late) == MAX_LATE:
-            raise RuntimeError("[SamplingParams] the compiler is busy: expected to be asked later")
+            raise CompilerBusy(BUSY)
 
         def run() -> None:
             matcher = make()

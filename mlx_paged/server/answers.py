@@ -214,7 +214,7 @@ class Answer:
                 sights = [getattr(prompt.tokens, "sight", None) for prompt in self.prompts]
                 stack.enter_context(model.holding(sum(s.nbytes for s in sights if s is not None)))
                 for each in params:
-                    if each.constraint is not None:  # in one thread: others keep theirs
+                    if not model.service.has_compiled(each):
                         await run(self.state.compiles, self._compile, model, each)
                 submit = partial(self._submit, model, params)
                 tickets = Tickets(submit, num_prompts, samples, places)

@@ -38,6 +38,7 @@ from mlx_paged.vision.images import has_image
 OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
 LONG_BODY = 1 << 16  # bytes; longer ones are read by few threads
 NUM_READERS = 4  # these threads
+NUM_COMPILES = 24  # threads that wait for a compiler: more than may wait, so that others are told
 NUM_DESCRIBERS = 2  # threads that describe log-probabilities
 NUM_THREADS = 32
 NUM_DECODERS = 2  # threads that decode images: so many requests hold decoded ones at a time
@@ -132,7 +133,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     state, requests = app.state, Workers(NUM_THREADS)
     loop.set_default_executor(requests)
-    state.long_bodies, state.compiles = Workers(NUM_READERS), Workers(1)
+    state.long_bodies, state.compiles = Workers(NUM_READERS), Workers(NUM_COMPILES)
     state.images, state.describers = Workers(NUM_DECODERS), Workers(NUM_DESCRIBERS)
     state.workers = {"requests": requests, "long bodies": state.long_bodies}
     state.workers |= {"grammars": state.compiles, "images": state.images}

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from mlx_paged.chat.rendering import reserved_names
+from mlx_paged.sampling_params import CompilerBusy
 from mlx_paged.server import constraints
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import (
@@ -86,6 +87,8 @@ def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
     except ContextExceeded as error:
         error.param = (names or {}).get(str(error.param), error.param)
         raise
+    except CompilerBusy as error:
+        raise Refusal(503, str(error).removeprefix("[SamplingParams] "), "overloaded") from error
     except RuntimeError as error:
         raise Refusal(503, str(error)) from error
 
