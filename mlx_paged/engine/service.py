@@ -142,7 +142,7 @@ class EngineService:
             self._engine.grammars.compile(params)
 
     def has_compiled(self, params: SamplingParams) -> bool:
-        """Whether :meth:`compile` has nothing to do, or would raise at once."""
+        """Whether :meth:`compile` has nothing to do."""
         return params.constraint is None or self._engine.grammars.knows(params)
 
     def adopt(self, add: Callable[[Engine], Sequence[int]]) -> list[Ticket]:

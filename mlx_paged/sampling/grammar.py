@@ -257,8 +257,9 @@ class Grammars:
         return found
 
     def knows(self, params: SamplingParams) -> bool:
-        """Whether :meth:`compile` returns or raises at once."""
-        return params.constraint in self._compiled
+        """Whether :meth:`compile` returns a matcher at once."""
+        found = params.constraint and self._compiled.get(params.constraint)
+        return found is not None and not isinstance(found, ValueError)
 
     def _tried(self, kind: str, source: str) -> ValueError | None:
         """Why a source is refused that takes too much in a process apart; None if it does not, or

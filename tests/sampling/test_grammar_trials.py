@@ -59,8 +59,9 @@ def test_endless_sources_are_refused_and_cost_this_process_nothing(grammars):
     if sys.platform != "darwin":
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
     refusal(sources[0])  # known, so at once
-    assert grammars.knows(sources[0])
-    assert grammars.compile(SamplingParams(regex="[ab]{3}"))
+    good = SamplingParams(regex="[ab]{3}")
+    assert grammars.compile(good)
+    assert grammars.knows(good) and not grammars.knows(sources[0])
 
 
 def test_other_sources_are_compiled_meanwhile(grammars):
