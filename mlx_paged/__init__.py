@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         uninstall_from_mlx,
         write_kv,
     )
-    from mlx_paged.outputs import Beam, Completion, TokenOutput
+    from mlx_paged.outputs import Beam, Completion, TokenOutput, ToolCall
     from mlx_paged.request import FinishReason
     from mlx_paged.runner.model_probe import UnsupportedModelError
     from mlx_paged.sampling_params import SamplingParams
@@ -41,6 +41,7 @@ __all__ = [
     "SamplingParams",
     "Ticket",
     "TokenOutput",
+    "ToolCall",
     "UnsupportedModelError",
     "copy_blocks",
     "demo_model_path",
@@ -67,6 +68,7 @@ _HOMES = {
     "SamplingParams": "sampling_params",
     "Ticket": "engine.ticket",
     "TokenOutput": "outputs",
+    "ToolCall": "outputs",
     "UnsupportedModelError": "runner.model_probe",
     "copy_blocks": "ops.paged",
     "demo_model_path": "cli",

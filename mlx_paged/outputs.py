@@ -8,6 +8,20 @@ from mlx_paged.request import FinishReason, PromptLogprob, Request
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model calls in its answer to a chat.
+
+    Attributes:
+        arguments: text of a JSON object, as the model wrote it where its format has JSON.
+        id: the model's own name of the call, if its format has one.
+    """
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Beam:
     """A hypothesis of a beam search.
 
@@ -32,7 +46,9 @@ class Completion:
         prompt_tokens: number of prompt tokens.
         tokens: generated tokens, including an end-of-sequence token.
         text: of these tokens, without end-of-sequence token and stop string; empty without a
-            tokenizer.
+            tokenizer. Of an answer to a chat, what the model says beside its thoughts and calls.
+        reasoning: what the model thought before it answered a chat.
+        tool_calls: the functions that an answer to a chat calls, in the model's order.
         logprobs: log-probability of each token, before temperature and filters.
         top_logprobs: for each token the most likely ones, as in :class:`TokenOutput`; empty unless
             requested.
@@ -70,6 +86,8 @@ class Completion:
     accepted_drafts: int = 0
     prompt_logprobs: tuple[PromptLogprob | None, ...] = ()
     queue_s: float | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
     def of(cls, request: Request, text: str) -> "Completion":
@@ -109,6 +127,9 @@ class TokenOutput:
             log-probabilities, best first.
         completion: None before the request's last output.
         cached_prompt_tokens: as in :class:`Completion`.
+        reasoning: text of the model's thoughts that is final with this token of an answer to a
+            chat; `text` has none of it.
+        tool_calls: calls that are complete with this token of an answer to a chat.
     """
 
     request_id: int
@@ -118,6 +139,8 @@ class TokenOutput:
     top_logprobs: tuple[tuple[int, float], ...] = ()
     completion: Completion | None = None
     cached_prompt_tokens: int = 0
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
     def last(cls, completion: Completion) -> "TokenOutput":

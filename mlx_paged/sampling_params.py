@@ -50,6 +50,7 @@ _SCHEMA: _Range = (_TEXT[0], "None, a mapping or JSON text")
 _CALLABLE: _Range = (lambda x: x is None or callable(x), "a callable")
 _CALLABLES: _Range = (lambda x: all(map(callable, x)), "callables")
 _SWITCH: _Range = (lambda x: isinstance(x, bool), "True or False")
+_CHOICE: _Range = (lambda x: isinstance(x, bool | None), "True, False or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +105,9 @@ class SamplingParams:
         stop: strings that end the request; the text ends before the first of them.
         stop_token_ids: tokens that end the request, in addition to the end-of-sequence tokens.
         ignore_eos: continue after the tokenizer's end-of-sequence tokens.
-        keep_space: keep a space that the text begins with, so that it continues the prompt's text;
-            mlx-lm's detokenizers drop it.
+        keep_space: True keeps a space that the text begins with, so that the text continues the
+            prompt's text. False drops the space, as mlx-lm does. None: True if the prompt is text,
+            False if it is token ids or a chat.
         speculate: compute drafts of its tokens, if the engine does so. Requests with a sampler or
             processors of their caller, which may keep a state, never have drafts.
         json_schema: the text is JSON that this schema describes, a mapping or JSON text; stored as
@@ -141,7 +143,7 @@ class SamplingParams:
     stop: tuple[str, ...] = _field((), *_TEXTS)
     stop_token_ids: frozenset[int] = _field(frozenset(), *_TOKEN_IDS)
     ignore_eos: bool = _field(False, *_SWITCH)
-    keep_space: bool = _field(False, *_SWITCH)
+    keep_space: bool | None = _field(None, *_CHOICE)
     speculate: bool = _field(True, *_SWITCH)
     json_schema: Mapping[str, Any] | str | None = _field(None, *_SCHEMA)
     regex: str | None = _field(None, *_TEXT)

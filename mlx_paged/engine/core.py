@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
@@ -141,7 +142,7 @@ class EngineCore:
                 range, or a request that the pool could never hold.
         """
         ends = check_queueing("add_request", priority, cache_salt, turn_ends, keep)
-        params = checked_params("add_request", params, options, self._encode)
+        params = checked_params("add_request", params, options, self._encode, prompt)
         tokens, salt = self._encode(prompt), cache_salt.encode()
         request = self._make_request(tokens, params, params.seed, priority, salt, ends)
         request.keep_blocks = keep
@@ -169,7 +170,7 @@ class EngineCore:
         """
         n = integer("add_samples", "n", n, 1)
         ends = check_queueing("add_samples", priority, cache_salt, turn_ends)
-        params = checked_params("add_samples", params, options, self._encode)
+        params = checked_params("add_samples", params, options, self._encode, prompt)
         tokens, queued = self._encode(prompt), (priority, cache_salt.encode(), ends)
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
         requests = [self._make_request(tokens, params, s, *queued) for s in seeds]
@@ -201,7 +202,7 @@ class EngineCore:
             ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
         """
         check_queueing("add_beam_search", priority, cache_salt)
-        params = checked_params("add_beam_search", params, options, self._encode)
+        params = checked_params("add_beam_search", params, options, self._encode, prompt)
         # Each live hypothesis writes into a block of its own.
         vocab_size = self.token_ids.columns
         max_beams = vocab_size or self.scheduler.allocator.num_blocks
@@ -445,4 +446,7 @@ class EngineCore:
         self.stats.requests_finished += 1
         self.stats.cached_prompt_tokens += min(request.num_cached, request.num_prompt)
         self.stats.blocks_in_use = self.scheduler.allocator.store.blocks_in_use
-        return completion if search is None else search.result(completion, self._outputs.text_of)
+        if search is None:
+            return completion
+        keeps_space = bool(request.params.keep_space)
+        return search.result(completion, partial(self._outputs.text_of, keeps_space=keeps_space))

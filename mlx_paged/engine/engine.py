@@ -1,8 +1,8 @@
 """Engine: many requests generated at once from one paged pool."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from typing import Any
 
@@ -12,25 +12,31 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
 from mlx_paged.arguments import require
+from mlx_paged.engine.chats import Chat, ChatPrompt, Chats, Reader, chat_list
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.models import EngineModels
 from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import Tokenizer
-from mlx_paged.engine.waiting_calls import WaitingCalls
+from mlx_paged.engine.waiting_calls import OnOutput, WaitingCalls
 from mlx_paged.kv.memory import MemoryBudget, gpu_memory
 from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.options import Policy, PreemptionPolicy
+from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.vision.host import hosted
 from mlx_paged.vision.sight import SeenPrompt
 
 OPTIONS = {field.name for field in fields(EngineConfig)}
+QUEUEING = {"priority", "cache_salt", "keep", "turn_ends"}
+"""Arguments of `add_request` that are no fields of SamplingParams."""
+
 WATERMARK = 0.01  # part of the pool that must stay free when a request is admitted while others run
 
 
@@ -214,6 +220,127 @@ class Engine(WaitingCalls):
             )
         seen: SeenPrompt = self._eyes(prompt, images)
         return seen
+
+    @cached_property
+    def _chats(self) -> Chats:
+        return Chats(self.tokenizer, self._eyes)
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_output: OnOutput | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> list[Completion]:
+        """Answer chats; return the completions in their order. The chat template of the model makes
+        the prompts.
+
+        ``completion.text`` is the answer, ``completion.reasoning`` the thoughts before the answer,
+        ``completion.tool_calls`` the functions that the model calls.
+
+        Args:
+            messages: a chat, which is a list of ``{"role": ..., "content": ...}``, or a list of
+                chats. A content is text or a list of parts: ``{"type": "text", "text": ...}`` and,
+                for models that see, ``{"type": "image", "image": bytes of a file or PIL image}``.
+            params: for all chats, or a sequence with one entry for each chat.
+            on_output: called with every token when it is known; the `text` of an output has only
+                what belongs to the answer.
+            tools: functions that the model may call, as in OpenAI's chat completions.
+            chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``.
+            add_generation_prompt: end the prompt with the beginning of an answer.
+            continue_final_message: continue the last message; needs
+                ``add_generation_prompt=False``.
+            options: fields of :class:`SamplingParams`, instead of `params`, and arguments of
+                :meth:`add_request`.
+
+        Raises:
+            ValueError: the model has no chat template, the template refuses the messages, the
+                model takes no tools or images, or as :meth:`add_request`. No chat is computed then.
+        """
+        chats = chat_list("chat", messages)
+        each = params if isinstance(params, Sequence) else [params] * len(chats)
+        if len(each) != len(chats):
+            raise ValueError(f"[chat] {len(chats)} chats but {len(each)} params: expected one each")
+        is_callable = on_output is None or callable(on_output)
+        require(is_callable, "chat", "on_output", on_output, "a callable or None")
+        ends = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        prompts = [self._chats.prompt(c, tools, chat_template_kwargs, **ends) for c in chats]
+        readers: dict[int, Reader] = {}
+
+        def added() -> Iterator[list[int]]:
+            for prompt, param in zip(prompts, each, strict=True):
+                request_id, reader = self._add_chat(prompt, param, options)
+                readers[request_id] = reader
+                yield [request_id]
+
+        def read(output: TokenOutput) -> None:
+            parts = readers[output.request_id].read(output)
+            if on_output is not None:
+                on_output(parts)
+
+        done = self._complete(added(), read)
+        return [readers[completion.request_id].completion(completion) for completion in done]
+
+    def stream_chat(
+        self,
+        messages: Chat,
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **options: Any,
+    ) -> Generator[TokenOutput]:
+        """Answer one chat and yield each of its tokens, as :meth:`stream` does. The `text` of an
+        output belongs to the answer, its `reasoning` to the thoughts.
+
+        Arguments and errors are those of :meth:`chat`.
+        """
+        chats = chat_list("stream_chat", messages)
+        if chats[0] is not messages:
+            raise ValueError(f"[stream_chat] messages has {len(chats)} chats: expected one chat")
+        prompt = self._chats.prompt(
+            messages,
+            tools,
+            chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        outputs = self._read_stream(*self._add_chat(prompt, params, options))
+        next(outputs)  # a generator that was never started would not reach its `finally`
+        return outputs
+
+    def _add_chat(
+        self, prompt: ChatPrompt, params: SamplingParams | None, options: dict[str, Any]
+    ) -> tuple[int, Reader]:
+        """Add a chat. Returns the request's id and what divides its answer."""
+        own = {name: value for name, value in options.items() if name not in QUEUEING}
+        if params is not None and own:
+            raise ValueError("[chat] both params and options are given: expected one")
+        params = self._chats.params(prompt, SamplingParams(**own) if params is None else params)
+        queued = {name: value for name, value in options.items() if name in QUEUEING}
+        request_id = self.add_request(prompt.tokens, params, **queued)
+        return request_id, self._chats.reader(prompt, params)
+
+    def _read_stream(self, request_id: int, reader: Reader) -> Generator[Any]:
+        """First None, when the stream is ready; then the outputs, divided."""
+        outputs = self._stream_outputs(request_id)
+        next(outputs)
+        try:
+            yield
+            for output in outputs:
+                yield reader.read(output)
+        finally:
+            outputs.close()
 
     @property
     def manager(self) -> PooledModel:

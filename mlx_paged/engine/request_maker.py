@@ -2,22 +2,28 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require, require_flags, require_text
-from mlx_paged.engine.text import PromptEncoder
+from mlx_paged.engine.text import Prompt, PromptEncoder
 from mlx_paged.request import Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 
 
 def checked_params(
-    caller: str, params: SamplingParams | None, options: dict[str, Any], encoder: PromptEncoder
+    caller: str,
+    params: SamplingParams | None,
+    options: dict[str, Any],
+    encoder: PromptEncoder,
+    prompt: Prompt = (),
 ) -> SamplingParams:
-    """`params`, or new ones made of `options`. Raises ValueError if both are given, or this
-    tokenizer and the model's token ids do not allow them."""
+    """`params`, or new ones made of `options`. The completion of a text keeps its first space,
+    unless `keep_space` says otherwise. Raises ValueError if both are given, or this tokenizer and
+    the model's token ids do not allow them."""
     if params is not None and options:
         raise ValueError(f"[{caller}] both params and options are given: expected one")
     params = SamplingParams(**options) if params is None else params
@@ -26,6 +32,8 @@ def checked_params(
     if params.stop and encoder.tokenizer is None:
         raise ValueError(f"[{caller}] stop strings are given: expected a tokenizer")
     encoder.ids.check_params(params)
+    if params.keep_space is None and isinstance(prompt, str):
+        return replace(params, keep_space=True)
     return params
 
 

@@ -1,5 +1,6 @@
 """Text in, text out: prompts to token ids, sampled tokens to outputs. Knows no mlx."""
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from numbers import Integral
@@ -161,6 +162,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer | None, ids: TokenIds) -> None:
         self.tokenizer = tokenizer
         self.ids = ids
+        self._is_chat_model = bool(getattr(tokenizer, "has_chat_template", False))
 
     def __call__(self, prompt: Prompt, continues: bool = False) -> list[int]:
         """Token ids of a prompt. If it `continues` another prompt, it may be empty. Raises
@@ -181,6 +183,8 @@ class PromptEncoder:
             require_text("add_request", "prompt", prompt)
             bos = self.tokenizer.bos_token
             special = not continues and (bos is None or not prompt.startswith(bos))
+            if self._is_chat_model and not continues:
+                self._advise_chat(prompt)
             tokens = list(self.tokenizer.encode(prompt, add_special_tokens=special))
         if not tokens:
             if continues:
@@ -188,6 +192,15 @@ class PromptEncoder:
             raise ValueError("[add_request] prompt is empty: expected at least one token")
         self.ids.check_prompt("add_request", tokens)
         return tokens
+
+    def _advise_chat(self, prompt: str) -> None:
+        """Log once that a chat model got a text, unless the text has marks of a chat."""
+        marks = getattr(self.tokenizer, "all_special_tokens", ())
+        if not any(mark in prompt for mark in marks):
+            self._is_chat_model = False
+            logging.getLogger("mlx_paged").warning(
+                "a text is the prompt of a chat model: engine.chat() applies the chat template"
+            )
 
 
 def prompt_list(caller: str, prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
@@ -277,11 +290,12 @@ class OutputProcessor:
             return own
         return own.union(self.tokenizer.eos_token_ids) if own else self.tokenizer.eos_token_ids
 
-    def text_of(self, tokens: Sequence[int]) -> str:
-        """The text of generated tokens, end-of-sequence token excluded; "" without a tokenizer."""
+    def text_of(self, tokens: Sequence[int], keeps_space: bool = False) -> str:
+        """The text of generated tokens, end-of-sequence token excluded; "" without a tokenizer. A
+        space at the beginning stays if the text `keeps_space`."""
         if self.tokenizer is None or self._spelling is None:
             return ""
-        text = TextStream(self._spelling.text())
+        text = TextStream(self._spelling.text(keeps_space=keeps_space))
         for token in tokens:
             if token not in self.tokenizer.eos_token_ids:
                 text.push(token)

@@ -92,6 +92,7 @@ BLOCK_SIZE = {"type": int, "choices": KV_BLOCK_SIZES}
 THRESHOLD = number(float, 0, 0.5, "a number from 0 to 0.5")
 LENGTH_PENALTY = number(float, -100, 100, "a number from -100 to 100")
 CONFIG = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
+KEEP_SPACE = "keep the first space of a text (default: unless a chat template made the prompt)"
 REFUSAL = {"action": cli.Refused, "nargs": "*"}
 
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
@@ -113,6 +114,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         *((f"--{name}-penalty", t, None, "X", text) for name, (t, text) in PENALTIES.items()),
         ("--stop", STOPS, [], "TEXT", "text that ends a completion; may be repeated"),
         ("--extra-eos-token", TOKENS, (), "TOKEN", "tokens that end a completion too"),
+        ("--keep-space", ON_OFF, None, "", KEEP_SPACE),
         ("--json-schema", _json_file, None, "FILE", "JSON schema that the text follows"),
         ("--logprobs", COUNT_OR_NONE, 0, "N", "also write the N likeliest tokens to --output"),
     ),

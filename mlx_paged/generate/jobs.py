@@ -105,7 +105,8 @@ def params_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Sampling
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     options |= {"temperature": args.temp, "xtc_special_tokens": special}
-    return SamplingParams(stop=args.stop, json_schema=args.json_schema, **options)
+    options |= {"stop": args.stop, "json_schema": args.json_schema}
+    return SamplingParams(keep_space=args.keep_space, **options)
 
 
 def make_job(
@@ -127,6 +128,8 @@ def make_job(
             params = replace(params, seed=seed)
         if spec.images and eyes is None:
             raise ValueError("images are given: expected --vision and a model that sees")
+        if params.keep_space is None:
+            params = replace(params, keep_space=not _has_template(tokenizer, args))
         tokens = _encode(spec, tokenizer, args, eyes, only_parts)
         if not tokens:
             raise ValueError("the prompt is empty")
@@ -184,7 +187,7 @@ def _encode(
     only_parts: bool,  # what the chat template knows, as `knows_only_parts` tells
 ) -> list[int]:
     images = [_image(path) for path in spec.images]
-    if args.ignore_chat_template or not tokenizer.has_chat_template:
+    if not _has_template(tokenizer, args):
         named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in CHAT_FLAGS}
         for name, value in ({'"messages"': spec.messages} | named).items():
             if value is not None:
@@ -211,6 +214,11 @@ def _encode(
         return eyes(text, images)
     adds_special = eyes is not None and eyes.adds_special
     return list(tokenizer.encode(text, add_special_tokens=adds_special))
+
+
+def _has_template(tokenizer: TokenizerWrapper, args: argparse.Namespace) -> bool:
+    """Whether a chat template makes the prompts."""
+    return bool(tokenizer.has_chat_template) and not args.ignore_chat_template
 
 
 def _image(path: str) -> bytes:

@@ -1,16 +1,15 @@
 """Turns a request into token ids as mlx-lm's server does. Any thread may call these functions."""
 
 from argparse import Namespace
-from contextlib import suppress
 from functools import partial
 from math import ceil
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.server import convert_chat, process_message_content
 
 from mlx_paged.chat.rendering import rendered
+from mlx_paged.formats.begins import begin_of
 from mlx_paged.formats.parser import Begin
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
@@ -20,7 +19,7 @@ from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
 from mlx_paged.server.workers import may_take_long
-from mlx_paged.vision.images import has_image, in_parts, parts_of
+from mlx_paged.vision.images import has_image, in_parts
 
 
 class Prompt(NamedTuple):
@@ -193,17 +192,13 @@ def _render(
 
 
 def _begin(model: Model, fields: Fields, template_args: dict[str, Any], text: str) -> Begin:
-    """Where the answer to a prompt begins: what the template writes behind the messages decides,
-    or the turn that the answer continues; text of other messages does not."""
-    if fields["continue_final_message"]:
-        content = fields["messages"][-1].get("content")
-        said = "".join(str(part.get("text", "")) for part in parts_of(content))
-        return model.format.begin("", content if isinstance(content, str) else said)
-    if fields["add_generation_prompt"] is False:
-        return model.format.begin("", None)
+    """Where the answer to a prompt begins."""
     options = template_args | {"add_generation_prompt": False}
-    with suppress(Exception):  # a template can raise anything
-        before = _render(model, fields["tools"], options, fields["messages"])
-        text = text[len(commonprefix((before, text))) :]  # noqa: RUF071, of characters
-        return model.format.begin(text, None)
-    return Begin.START
+    return begin_of(
+        model.format,
+        fields["messages"],
+        text,
+        partial(_render, model, fields["tools"], options, fields["messages"]),
+        adds_prompt=fields["add_generation_prompt"] is not False,
+        continues=fields["continue_final_message"],
+    )

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mlx_paged import Engine
-from mlx_paged.cli import load_model
 from mlx_paged.engine.detokenizer import UNKNOWN, Decoded
 from mlx_paged.engine.spelling import detokenizer_of, spelling_of
 from mlx_paged.engine.text import StopStrings, TextStream
+from mlx_paged.loading import load_model
 from tests.support.models.tokenizers import CORPUS, KINDS, tokenizer_of
 from tests.support.random_texts import expected_text, random_cases, streamed
 

@@ -166,3 +166,23 @@ def test_a_draft_model_changes_no_text_and_its_hits_are_told(run, expected, monk
     assert result.out == f"{expected(FUNCTION, 40)}\n"
     assert re.search(r"^Drafts: (\d+) of \1 were accepted$", result.err, re.M)
     assert "Drafts: " not in run(*options).err
+
+
+def test_a_completion_continues_its_prompt(run, chat_model, tmp_path):
+    """Generated Python parses only if the first space of its indentation stays."""
+    prompt = "def add(a, b):\n    total = a\n"
+    own = [{}, {"keep_space": None}, {"keep_space": True}, {"keep_space": False}]
+    lines = [{"prompt": prompt} | option for option in own]
+    output = tmp_path / "results.jsonl"
+    file = jsonl(tmp_path / "prompts.jsonl", lines)
+
+    def texts(*flags: str) -> list[str]:
+        run("--prompts-file", file, "-m", 8, "--output", output, "--overwrite", *flags)
+        return [record["text"] for record in read_jsonl(output)]
+
+    default, by_line, kept, dropped = texts()
+    assert kept == f" {dropped}" and dropped.startswith("   ")
+    assert (default, by_line) == (dropped, kept)  # the fixture has --no-keep-space
+    assert texts("--keep-space") == [kept, kept, kept, dropped]
+    plain = texts("--model", str(chat_model), "--ignore-chat-template")
+    assert plain == [dropped, kept, kept, dropped]

@@ -168,6 +168,7 @@ def test_public_names_are_the_contract():
         "SamplingParams",
         "Ticket",
         "TokenOutput",
+        "ToolCall",
         "UnsupportedModelError",
         "copy_blocks",
         "demo_model_path",

@@ -21,6 +21,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}# assistant:\n{% endif %}"
 )
 
+DEFAULTS = ("--kv-memory", "0.02", "--no-keep-space")
+
 Run = Callable[..., Result]
 
 
@@ -31,7 +33,8 @@ def demo() -> tuple[nn.Module, TokenizerWrapper]:
 
 @pytest.fixture
 def run(demo, monkeypatch, capsys) -> Run:
-    """The command in this process; the demo model is loaded once for all tests."""
+    """The command in this process; the demo model is loaded once for all tests. Texts drop a first
+    space, as mlx-lm's do."""
 
     def load_model(name: str | None = None, *args: Any) -> tuple[nn.Module, TokenizerWrapper]:
         return demo if name is None else model_loader.load_model(name, *args)
@@ -39,7 +42,7 @@ def run(demo, monkeypatch, capsys) -> Run:
     def run(*arguments: object) -> Result:
         capsys.readouterr()
         try:
-            status = main(["--kv-memory", "0.02", *map(str, arguments)])
+            status = main([*DEFAULTS, *map(str, arguments)])
         except SystemExit as exit:
             status = exit.code
         except KeyboardInterrupt:
