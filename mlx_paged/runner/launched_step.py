@@ -45,6 +45,8 @@ class LaunchedStep:
         end: waits for the device and raises its error; None: its arrays raise it.
         scores: of prompt tokens.
         unsampled: arguments of the sampler, which waits until the step before has been read.
+        coming: `sampled`'s tokens, as inputs of the next step.
+        errors: why requests get no token, by index into `requests`, as far as it is known.
         held: what has not begun yet; None: all of the step has begun.
     """
 
@@ -54,12 +56,6 @@ class LaunchedStep:
     scores: list[PromptScores] = field(default_factory=list)
     end: Callable[[], None] | None = None
     unsampled: SamplerArguments | None = None
+    coming: PendingTokens | None = None
     held: HeldBack | None = None
-
-    @property
-    def errors(self) -> dict[int, Exception]:
-        return {} if self.sampled is None else self.sampled.errors
-
-    @property
-    def coming(self) -> PendingTokens | None:
-        return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
+    errors: dict[int, Exception] = field(default_factory=dict)

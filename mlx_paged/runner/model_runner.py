@@ -326,7 +326,8 @@ class ModelRunner:
         if self._embedding_rows < sampled.distributions.shape[-1]:
             sampled = sampled.below(self._embedding_rows)
         launched.sampled = sampled
-        launched.unsampled = None
+        launched.unsampled, launched.errors = None, sampled.errors
+        launched.coming = PendingTokens(launched.requests, sampled.tokens)
         arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
         launched.pending += [each for each in (*arrays, sampled.chosen) if each is not None]
         return True

@@ -33,7 +33,7 @@ from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.pooled_model import MeasuredModel, PoolConfig, PooledModel, probed
 from mlx_paged.runner.skip_unsampled import attached_to
-from mlx_paged.sampling.sampler import Sampled, Sampler
+from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler
 from mlx_paged.scheduler.step import SampledToken, Step
 
 ANSWER_S = 1.0  # for a server's answers to go out before the process ends
@@ -182,7 +182,8 @@ def _shared(
     tokens = mx.pad(tokens, (0, max(0, group.size() - rows)))
     tokens = mx.distributed.all_sum(tokens, group=group)[:rows]
     mx.async_eval(tokens)  # type: ignore[no-untyped-call]
-    return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens))
+    coming = PendingTokens(before.requests, tokens)
+    return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens), coming=coming)
 
 
 class LeadingRunner:
