@@ -20,8 +20,7 @@ def server():
 def quick(monkeypatch):
     """As if seconds were shorter."""
     monkeypatch.setattr(workers, "PROBE_EVERY_S", 0.05)
-    monkeypatch.setattr(workers, "READY_S", 0.6)
-    monkeypatch.setattr(workers, "HEALTHY_S", 2.0)
+    monkeypatch.setattr(workers, "READY_S", 1.0)
 
 
 def status_of(server, path):
@@ -29,7 +28,7 @@ def status_of(server, path):
 
 
 @pytest.mark.parametrize("name", [*NAMES, "an engine"])
-def test_threads_that_answer_nothing_are_told(server, quick, name):
+def test_threads_that_answer_nothing_are_told(server, quick, name, monkeypatch):
     may_end = threading.Event()
     if name == "an engine":
         service = only_model(server).service
@@ -42,7 +41,9 @@ def test_threads_that_answer_nothing_are_told(server, quick, name):
     try:
         wait_until(lambda: status_of(server, "/ready") == 503)
         assert status_of(server, "/health") == 200
-        wait_until(lambda: status_of(server, "/health") == 503)
+        with monkeypatch.context() as patch:
+            patch.setattr(workers, "HEALTHY_S", 1.5)
+            wait_until(lambda: status_of(server, "/health") == 503)
     finally:
         may_end.set()
     wait_until(lambda: status_of(server, "/ready") == 200)
@@ -83,7 +84,8 @@ def test_long_prompts_alone_are_no_failure(server, quick, monkeypatch):
     try:
         wait_until(lambda: len(begun) == pool._max_workers)
         ended = threading.Event()
-        threading.Timer(3 * workers.READY_S, ended.set).start()
+        monkeypatch.setattr(workers, "HEALTHY_S", 1.5)
+        threading.Timer(2.5, ended.set).start()
         while not ended.is_set():
             assert status_of(server, "/ready") == status_of(server, "/health") == 200
     finally:

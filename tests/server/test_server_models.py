@@ -323,7 +323,7 @@ def test_a_request_that_does_not_come_in_time_is_given_up(monkeypatch, first):
     """Bytes that trickle in do not prolong the time of a head or of a body."""
     monkeypatch.setattr("mlx_paged.server.listener.KEEP_ALIVE_S", 0.3)
     monkeypatch.setattr("mlx_paged.server.listener.HEAD_S", 0.3)
-    monkeypatch.setattr("mlx_paged.server.app.BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("mlx_paged.server.bodies.WHOLE_S", 0.3)
     with live() as server, socket.create_connection(server.address, TIMEOUT) as connection:
         connection.sendall(first)
         connection.settimeout(0.05)
