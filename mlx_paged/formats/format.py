@@ -56,6 +56,7 @@ class Format:
         tokens: marks that are tokens of models with this format and of no others.
         final_marks: marks that end an answer.
         openers: coded texts that begin a call.
+        silent: coded texts in the content that are marks of the format and no text.
         is_first_only: a call can only be the first thing of an answer.
     """
 
@@ -64,6 +65,7 @@ class Format:
     tokens: ClassVar[tuple[str, ...]] = ()
     final_marks: tuple[str, ...] = ()
     openers: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
     is_first_only: bool = False
 
     def __init__(self, marks: Marks, thoughts: Thoughts | None) -> None:
@@ -88,7 +90,9 @@ class Format:
             is_data: the content follows a schema or a grammar.
         """
         calls = self if tools and self.openers else None
-        return Inline(self.marks, self.thoughts, calls, Tools(tools), begin, is_data)
+        inline = Inline(self.marks, self.thoughts, calls, Tools(tools), begin, is_data)
+        inline.silent = self.silent
+        return inline
 
     def begin(self, generation_prompt: str, continued: str | None) -> Begin:
         """Where an answer begins.

@@ -65,8 +65,8 @@ class Marks:
 
 
 def is_token(coded: str) -> bool:
-    """Whether coded text is the character of one token."""
-    return len(coded) == 1 and FIRST <= ord(coded) <= 0xDFFF
+    """Whether a part of coded text is a token, so that no other text is like it."""
+    return any(FIRST <= ord(character) <= 0xDFFF for character in coded)
 
 
 def quoted(text: str) -> str:

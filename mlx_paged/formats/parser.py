@@ -75,7 +75,12 @@ class Inline:
         tools: what the request declares.
         begin: where the answer begins.
         is_data: the content follows a schema or a grammar: nothing in it is a call.
+
+    Attributes:
+        silent: coded texts in the content that are not told.
     """
+
+    silent: Sequence[str] = ()
 
     def __init__(
         self,
@@ -188,24 +193,31 @@ class Inline:
             events.append(Thought(self._marks.plain(coded)))
 
     def _read_content(self, events: list[Event]) -> bool:
-        openers = self._openers
-        found = [at for opener in openers if (at := self._rest.find(opener)) >= 0]
-        if self._is_data and found and self._rest[: min(found)].strip():
-            found, openers = [], []
+        marks = [*self.silent, *self._openers]
+        found = [(at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0]
         if found:
-            self._begin_call(min(found), events)
+            at, mark = min(found)
+            is_call = mark not in self.silent
+            if is_call and not (self._is_data and self._rest[:at].strip()):
+                self._begin_call(at, events)
+                return True
+            self._tell_content(self._rest[:at], events)
+            self._rest = self._rest[at + (0 if is_call else len(mark)) :]
             return True
-        kept = 0 if self._is_ended else possible_start(self._rest, openers)
+        kept = 0 if self._is_ended else possible_start(self._rest, marks)
         certain = self._rest[: len(self._rest) - kept]
         if self._is_empty and not certain.strip():
             if not self._is_ended:  # white space beside calls is not told
                 return False
             certain = "" if self._has_called else certain
-        if certain:
-            self._rest = self._rest[len(certain) :]
-            self._is_empty = False
-            events.append(Text(self._marks.plain(certain)))
+        self._rest = self._rest[len(self._rest) - kept :] if certain else self._rest
+        self._tell_content(certain, events)
         return False
+
+    def _tell_content(self, coded: str, events: list[Event]) -> None:
+        if coded and (coded.strip() or not self._is_empty or self._is_ended):
+            self._is_empty = False
+            events.append(Text(self._marks.plain(coded)))
 
     @property
     def _openers(self) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.harmony import Harmony
 from mlx_paged.formats.json_tools import JsonTools
+from mlx_paged.formats.kimi_k3 import KimiK3
 from mlx_paged.formats.longcat import Longcat
 from mlx_paged.formats.mistral import Mistral
 from mlx_paged.formats.qwen3_coder import Qwen3Coder
@@ -12,6 +13,7 @@ FORMATS: tuple[type[Format], ...] = (
     Harmony,
     Mistral,
     Longcat,
+    KimiK3,
     JsonTools,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts

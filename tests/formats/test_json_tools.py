@@ -111,6 +111,12 @@ CASES = [
         [Text("Tags: <think> ok </think>")],
     ),
     Case(
+        "a tag in one piece of prose",
+        "Tags: <think> ok",
+        [Text("Tags: <think> ok")],
+        {"vocabularies": ((),)},
+    ),
+    Case(
         "one thought",
         ["\n", THINK, "a", THOUGHT, "b", THINK, "c"],
         [Thought("a"), Text("b<think>c")],
