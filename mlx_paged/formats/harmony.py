@@ -13,21 +13,22 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
-from mlx_paged.formats.events import Call, Event, NoCall, Text, Thought
-from mlx_paged.formats.format import Format, Limit
+from mlx_paged.formats.channels import Channels, Message
+from mlx_paged.formats.events import Call, NoCall
+from mlx_paged.formats.format import Limit
 from mlx_paged.formats.grammar import ANY_TEXT, Function, json_rule
 from mlx_paged.formats.json_text import is_json
 from mlx_paged.formats.marks import Marks, quoted
-from mlx_paged.formats.parser import Begin, Parser, possible_start
+from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.scan import checked_name
+from mlx_paged.formats.schemas import Tools
 
 _RECIPIENT = re.compile(r"\bto=(\S+)")
-_CHANNEL = re.compile(r"\s*(\w+)")
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # names of a thought in a message
 _PEOPLE = {"assistant", "user", "all", "self"}  # recipients that are no functions
 
 
-class Harmony(Format):
+class Harmony(Channels):
     """The marks of Harmony."""
 
     name = "harmony"
@@ -43,12 +44,21 @@ class Harmony(Format):
         self.constrain = codes["constrain"]
         self.ends = tuple(codes[name] for name in ("end", "return", "call"))
 
-    def parser(self, tools: Sequence[Any], begin: Begin, is_data: bool = False) -> Parser:
-        return Channels(self, begin, bool(tools))
+        self.firsts = self.channel, self.start, self.message, "to="
 
-    @property
-    def thinks(self) -> bool:
-        return True
+    def message_of(self, header: str) -> Message:
+        plain = header.replace(self.constrain, " ").replace(self.channel, " ")
+        recipient = _RECIPIENT.search(plain)
+        if recipient and recipient[1] not in _PEOPLE:
+            return Message("call", recipient[1])
+        channel = header.partition(self.channel)[2].split(maxsplit=1)[:1]
+        return Message("thought" if channel == ["analysis"] else "content")
+
+    def calls_of(self, recipient: str, coded: str, is_whole: bool, tools: Tools) -> list[Call]:
+        arguments = self.marks.plain(coded).strip() or "{}"
+        if not is_whole or arguments[0] != "{" or not is_json(arguments):
+            raise NoCall
+        return [Call(checked_name(recipient.removeprefix("functions.")), arguments)]
 
     def limit(self, may_call: bool) -> Limit:
         forced = "<|end|><|start|>assistant<|channel|>"  # which channel is open if it may call
@@ -97,15 +107,6 @@ class Harmony(Format):
             ),
         ]
 
-    def begin(self, generation_prompt: str, continued: str | None) -> Begin:
-        if continued is not None:
-            return Begin.CONTENT
-        said = self.marks.coded_text(generation_prompt)
-        header, message, _ = said[said.rfind(self.start) :].partition(self.message)
-        if not message:
-            return Begin.START
-        return Begin.THOUGHT if "analysis" in header else Begin.CONTENT
-
 
 def _said(message: dict[str, Any], results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The turns that a message of the assistant becomes, with the results of its calls."""
@@ -124,115 +125,3 @@ def _said(message: dict[str, Any], results: list[dict[str, Any]]) -> Iterator[di
         own = [each for each in results if is_last or each.get("tool_call_id") == call.get("id")]
         results = [each for each in results if each not in own]
         yield from own
-
-
-class Channels:
-    """The parser of an answer in channels.
-
-    Args:
-        may_call: whether a message with a recipient is a call.
-    """
-
-    def __init__(self, form: Harmony, begin: Begin, may_call: bool) -> None:
-        self._form = form
-        self._may_call = may_call
-        self._rest = ""  # coded text that is not certain yet
-        self._header = ""  # of the message that is open; its text while `_is_header`
-        self._is_header = begin == Begin.START
-        self._channel = "analysis" if begin == Begin.THOUGHT else "final"
-        self._recipient = ""
-        self._has_begun = False  # whether a mark has come
-        self._is_ended = self._is_cut = False
-
-    @property
-    def thinks(self) -> bool:
-        return not self._is_header and self._channel == "analysis" and not self._recipient
-
-    def feed(self, token: int | None, text: str) -> list[Event]:
-        self._rest += self._form.marks.coded(token, text)
-        return self._read()
-
-    def finish(self, is_cut: bool) -> list[Event]:
-        self._is_ended, self._is_cut = True, is_cut
-        return self._read()
-
-    def _read(self) -> list[Event]:
-        events: list[Event] = []
-        while self._read_header(events) if self._is_header else self._read_body(events):
-            pass
-        return [event for event in events if not isinstance(event, Text | Thought) or event.text]
-
-    def _read_header(self, events: list[Event]) -> bool:
-        """Read up to the mark before a message. Returns whether there is more to read."""
-        form = self._form
-        self._header += self._rest
-        self._rest = ""
-        header, is_whole, rest = self._header.partition(form.message)
-        if is_whole:
-            self._open(header)
-            self._rest, self._header, self._is_header = rest, "", False
-            return True
-        if not self._is_ended and self._may_be_header():
-            return False
-        self._is_header, self._channel, self._recipient = False, "final", ""
-        self._rest, self._header = self._header, ""
-        if self._has_begun or self._rest.startswith(form.channel):  # a header that was cut
-            self._rest = ""
-        return True
-
-    def _may_be_header(self) -> bool:
-        """Whether the text so far can be that of a header; a model may forget it at first."""
-        said, form = self._header.lstrip(), self._form
-        firsts = (form.channel, form.start, form.message, "to=")
-        is_first = said.startswith(firsts) or any(first.startswith(said) for first in firsts)
-        return self._has_begun or is_first
-
-    def _open(self, header: str) -> None:
-        """A message begins."""
-        form, self._has_begun = self._form, True
-        header = header.rpartition(form.start)[2]
-        plain = header.replace(form.constrain, " ").replace(form.channel, " ")
-        recipient = _RECIPIENT.search(plain)
-        _, _, behind = header.partition(form.channel)
-        channel = _CHANNEL.match(behind)
-        self._channel = channel[1] if channel else "final"
-        self._recipient = recipient[1] if recipient and recipient[1] not in _PEOPLE else ""
-
-    def _read_body(self, events: list[Event]) -> bool:
-        form, rest = self._form, self._rest
-        marks = (*form.ends, form.start)
-        found = [(at, mark) for mark in marks if (at := rest.find(mark)) >= 0]
-        if found:
-            at, mark = min(found)
-            self._tell(rest[:at], True, events)
-            self._rest = rest[at + len(mark) :]
-            self._is_header, self._has_begun = True, True
-            return bool(self._rest)
-        if self._recipient and self._may_call:
-            if self._is_ended:
-                self._tell(rest, not self._is_cut, events)
-                self._rest = ""
-            return False
-        kept = 0 if self._is_ended else possible_start(rest, marks)
-        self._tell(rest[: len(rest) - kept], False, events)
-        self._rest = rest[len(rest) - kept :]
-        return False
-
-    def _tell(self, coded: str, is_whole: bool, events: list[Event]) -> None:
-        """Tell of text of the open message."""
-        text = self._form.marks.plain(coded)
-        if self._recipient and self._may_call:
-            try:
-                events.append(_call(self._recipient, text, is_whole))
-            except NoCall:
-                events.append(Text(text))
-        else:
-            events.append(Thought(text) if self.thinks else Text(text))
-
-
-def _call(recipient: str, text: str, is_whole: bool) -> Call:
-    """The call that a message is. Raises NoCall if it is cut or its text is no JSON object."""
-    arguments = text.strip() or "{}"
-    if not is_whole or arguments[0] != "{" or not is_json(arguments):
-        raise NoCall
-    return Call(checked_name(recipient.removeprefix("functions.")), arguments)

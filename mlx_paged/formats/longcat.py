@@ -10,38 +10,21 @@
 </longcat_tool_call>
 """
 
-import re
 from collections.abc import Sequence
-from typing import Any
 
 from mlx_paged.formats.grammar import Function
 from mlx_paged.formats.json_tools import object_rules, objects
-from mlx_paged.formats.marks import Marks
+from mlx_paged.formats.key_tags import KeyTags
 from mlx_paged.formats.scan import Calls, Scan
 from mlx_paged.formats.schemas import Tools
-from mlx_paged.formats.tagged import Tagged
 
 
-class Longcat(Tagged):
+class Longcat(KeyTags):
     """A wrapper holds one call."""
 
     name = "longcat"
     tokens = ("<longcat_tool_call>",)
     prefix = "longcat_"
-
-    def __init__(self, marks: Marks, *options: Any) -> None:
-        super().__init__(marks, *options)
-        names = ("tool_call", "arg_key", "arg_value")
-        start, key, value = (marks.code(f"<{self.prefix}{name}>") for name in names)
-        end, key_end, value_end = (marks.code(f"</{self.prefix}{name}>") for name in names)
-        self.openers = (start,)
-        self.wrapper = None
-        self.function = re.compile(
-            rf"{start}\s*(?P<name>[^\s<]+?)\s*(?={key}|{end})",
-        )
-        self.function_end = end
-        self.parameter = re.compile(rf"{key}(?P<key>[^<]+?){key_end}\s*{value}")
-        self.parameter_end = value_end
 
     def call(self, scan: Scan, tools: Tools) -> Calls:
         yield from scan.take(self.openers[0])

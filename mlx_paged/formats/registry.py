@@ -1,11 +1,15 @@
 """All formats, and which of them a model has."""
 
 from mlx_paged.formats.format import Format
+from mlx_paged.formats.glm import Glm
 from mlx_paged.formats.harmony import Harmony
 from mlx_paged.formats.json_tools import JsonTools
+from mlx_paged.formats.kimi_k2 import KimiK2
 from mlx_paged.formats.kimi_k3 import KimiK3
 from mlx_paged.formats.longcat import Longcat
+from mlx_paged.formats.minimax_m2 import MiniMaxM2
 from mlx_paged.formats.mistral import Mistral
+from mlx_paged.formats.muse_spark import MuseSpark
 from mlx_paged.formats.qwen3_coder import Qwen3Coder
 
 FORMATS: tuple[type[Format], ...] = (
@@ -13,7 +17,11 @@ FORMATS: tuple[type[Format], ...] = (
     Harmony,
     Mistral,
     Longcat,
+    Glm,
+    MiniMaxM2,
+    KimiK2,
     KimiK3,
+    MuseSpark,
     JsonTools,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts

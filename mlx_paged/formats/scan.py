@@ -113,6 +113,16 @@ class Scan:
             yield from self.more()
 
 
+def at_once(steps: Steps[T]) -> T:
+    """The result of steps over a text that is complete. Raises NoCall as they do."""
+    try:
+        next(steps)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise NoCall
+
+
 def checked_name(name: str) -> str:
     """The name of a function, which has no white space. Raises NoCall for another text."""
     if not name or len(name) > MAX_NAME or _has_space(name):

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from mlx_paged.formats.channels import Channels
 from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.registry import FORMATS
 from tests.support.formats.harness import Mark, made, read
@@ -50,5 +51,5 @@ def test_without_tools_nothing_is_a_call_and_no_text_is_lost(form):
         model = made(form, marks if i % 2 else (), None)
         events = read(model, parts, rng, tools=[])
         told = "".join(event.text for event in events)
-        if form.name != "harmony":  # whose headers are no text
+        if not issubclass(form, Channels):  # whose headers are no text
             assert told == "".join(parts)
