@@ -19,6 +19,9 @@ from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal
 
+GRAMMAR_FAILED = "[SamplingParams] the grammar "
+"""How the engine begins to tell of a limit of llguidance that shows while a text is generated."""
+
 UNLIKELY = -9999.0
 """What OpenAI's API tells as the log-probability of a token that has none."""
 
@@ -97,8 +100,12 @@ class CompletionChoice:
         """What to answer if the completion came to no proper end."""
         if self.completion is None or self.engine_reason not in ("error", "abort"):
             return None
-        if self.completion.error is not None:
-            return Refusal(500, f"the completion failed: {self.completion.error}")
+        error = self.completion.error
+        if error is not None and GRAMMAR_FAILED in error:  # which the client wrote
+            name = self._fields["constrained_by"] or "tools"
+            return Refusal(400, f"{name}: {error.rpartition('[SamplingParams] ')[2]}", param=name)
+        if error is not None:
+            return Refusal(500, f"the completion failed: {error}")
         runs = self._model.service.is_running
         why = "the client reads too slowly" if runs else "the server is stopping"
         return Refusal(503, f"the answer ended early: {why}")

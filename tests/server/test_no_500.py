@@ -173,3 +173,16 @@ def test_a_failure_that_nobody_foresaw_is_json_and_ends_alone(server, path, monk
     wait_until(lambda: "unforeseen" in caplog.text)  # the log's lines come after the answer
     assert exchange(server, "POST", path, json.dumps(VALID[path]))[0] == 200
     assert answers.written({"a": "\ud800"}) == '{"a": "\\ud800"}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_while_a_text_is_generated_is_the_clients(server, stream):
+    """More alternatives at one place than llguidance takes."""
+    keys = {f"p{i}x": {"type": "integer"} for i in range(2100)}
+    schema = {"type": "object", "properties": keys, "additionalProperties": False}
+    body = VALID["/v1/completions"] | {"guided_json": schema, "max_tokens": 9, "stream": stream}
+    status, _, content = exchange(server, "POST", "/v1/completions", json.dumps(body))
+    error = content if not stream else content.rpartition(b"data: ")[2]
+    assert status == (200 if stream else 400)
+    assert strict(error)["error"]["type"] == "invalid_request_error"
+    assert strict(error)["error"]["param"] == "guided_json"
