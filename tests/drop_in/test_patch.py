@@ -344,8 +344,9 @@ def test_an_engine_may_be_made_while_mlx_lm_is_patched():
 
 def installed(monkeypatch, **versions: str) -> None:
     found = {"mlx": "0.32.4", "mlx-lm": "0.32.2", **versions}
-    monkeypatch.setattr(arguments, "version", found.__getitem__)
-    monkeypatch.setattr(arguments, "requires", lambda name: ["mlx-lm>=0.32.2", "mlx[cpu]==0.32.4"])
+    needs = ["mlx-lm>=0.32.2", "mlx[cpu]==0.32.4"]
+    monkeypatch.setattr("importlib.metadata.version", found.__getitem__)
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
 
 
 @pytest.mark.parametrize("allowed", ["0", "1"])
@@ -380,6 +381,6 @@ def test_an_untested_mlx_lm_is_named_in_one_line(monkeypatch, caplog, name, vers
 
 def test_the_pin_of_mlx_is_found(monkeypatch):
     """In the metadata of this installation."""
-    monkeypatch.setattr(arguments, "version", lambda name: "0.30.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.30.0")
     with pytest.raises(UntestedVersionError, match=f"expected {BUILT_WITH['mlx']}"):
         arguments.require_versions()

@@ -20,6 +20,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from mlx_paged.formats import choice
 from mlx_paged.server.prompts import encode
 from mlx_paged.server.request_body import read
 from mlx_paged.server.templates import tried
@@ -99,6 +100,7 @@ def test_a_chat_has_the_tokens_of_mlx_vlm(name, num_images):
     vlm = SimpleNamespace(config=config, language_model=None)
     model = SimpleNamespace(
         tokenizer=tokenizer,
+        format=choice.chosen(tokenizer).format,
         eyes=Eyes(vlm, processor),
         abilities=tried(tokenizer),
         max_context=1000,

@@ -15,7 +15,7 @@ from mlx_vlm import load, stream_generate
 from PIL import Image
 
 from mlx_paged.generate.__main__ import main
-from mlx_paged.server import models
+from mlx_paged.server import loaded_model
 from mlx_paged.server.app import NUM_DECODERS, NUM_THREADS
 from mlx_paged.vision.prompts import Eyes
 from tests.support import TIMEOUT
@@ -202,16 +202,16 @@ def test_threads_that_decode_images_end_with_the_server(directory):
 def test_bytes_of_images_that_requests_hold_are_bounded(server, monkeypatch):
     sizes, model = [], only_model(server)
 
-    def holding(self, size, own=models.Model.holding):
+    def holding(self, size, own=loaded_model.Model.holding):
         sizes.append(size)
         return own(self, size)
 
     with monkeypatch.context() as patched:
-        patched.setattr(models.Model, "holding", holding)
+        patched.setattr(loaded_model.Model, "holding", holding)
         assert asked(server, url(tiny.png(1)), said(ASK))[0] == 200
     (held,) = sizes
     assert held == 6 * 4 * (3 * 2 * 8 * 8) * 4 + 3 * 8  # patches in float32, the grid
-    monkeypatch.setattr(models, "MAX_HELD", 2 * held - 1)
+    monkeypatch.setattr(loaded_model, "MAX_HELD", 2 * held - 1)
     wait_until(lambda: not model.taken)
     with model.holding(held):
         status, headers, body = asked(server, url(tiny.png(2)), said(ASK))
@@ -219,7 +219,7 @@ def test_bytes_of_images_that_requests_hold_are_bounded(server, monkeypatch):
         assert "images are held for others" in body["error"]["message"]
         assert body["error"]["code"] == "overloaded"
         assert asked(server, said(ASK))[0] == 200
-    monkeypatch.setattr(models, "MAX_HELD", 1)
+    monkeypatch.setattr(loaded_model, "MAX_HELD", 1)
     assert asked(server, url(tiny.png(2)), said(ASK))[0] == 200
     wait_until(lambda: not model.taken)
     assert model.held == 0
