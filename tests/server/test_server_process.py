@@ -16,7 +16,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged.server import flags as server_flags
-from mlx_paged.server import models
+from mlx_paged.server import loaded_model
 from mlx_paged.server.__main__ import main
 from tests.support.commands.server_harness import (
     CODE,
@@ -207,7 +207,7 @@ def test_a_template_may_be_in_a_file(tmp_path):
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(server, monkeypatch, capsys):
-    monkeypatch.setattr(models, "load_with_config", None)
+    monkeypatch.setattr(loaded_model, "load_with_config", None)
     assert main(["--port", str(server.address[1])]) == 2
     assert "Address already in use" in capsys.readouterr().err
 

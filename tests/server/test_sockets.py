@@ -10,7 +10,7 @@ import stat
 import pytest
 
 from mlx_paged.server import flags as server_flags
-from mlx_paged.server import models, sockets
+from mlx_paged.server import loaded_model, sockets
 from mlx_paged.server.__main__ import main
 from tests.support import TIMEOUT
 from tests.support.commands.server_harness import running
@@ -61,7 +61,7 @@ def test_a_socket_of_a_killed_server_is_replaced(path):
 def test_a_path_that_cannot_be_had_is_told_before_the_model_is_loaded(
     path, taken, monkeypatch, capsys
 ):
-    monkeypatch.setattr(models, "load_with_config", None)
+    monkeypatch.setattr(loaded_model, "load_with_config", None)
     with socket.socket(socket.AF_UNIX) as other:
         if taken == "a file":
             path_of_file = path
