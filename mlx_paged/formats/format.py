@@ -8,7 +8,8 @@ that is written after the documentation of the family. ``registry.py`` lists the
   pattern or a literal that is made of coded marks finds nothing that only looks like a mark.
 - ``openers`` are the coded texts that begin a call. The parser in ``parser.py`` calls
   :meth:`Format.call` where it finds one.
-- ``call`` reads one wrapper, with one or more calls. It is a generator over a :class:`Scan`.
+- ``call`` reads one wrapper, with one or more calls. It is a generator over a :class:`Scan`. Where
+  several calls share a wrapper, ``scan.keep`` keeps those that are complete if the rest is none.
   ``scan.json()`` reads JSON and keeps the model's text. The base class in ``tagged.py`` reads plain
   values between tags.
 - ``rules`` is the grammar of calls, for requests in which a tool must be called. A format with tags

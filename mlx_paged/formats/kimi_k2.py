@@ -50,6 +50,7 @@ class KimiK2(Format):
             if not calls:
                 yield from scan.take(self.begin_call)
             calls.append((yield from self._one(scan)))
+            scan.keep(calls)
 
     def _one(self, scan: Scan) -> Steps[Call]:
         """Read a call behind its mark."""

@@ -57,6 +57,7 @@ class KimiK3(Format):
             if calls and (yield from scan.maybe(self._closes("tools"))):
                 return calls
             calls.append((yield from self._call(scan)))
+            scan.keep(calls)
 
     def _call(self, scan: Scan) -> Steps[Call]:
         yield from scan.take(f"{self._open}call ")

@@ -244,19 +244,26 @@ class Inline:
             next(self._steps)
             return False
         except StopIteration as done:
-            calls: list[Call] = done.value
+            self._take_calls(done.value, scan.text[: scan.at], events)
             self._rest = scan.text[scan.at :]
-            if self.thinks:
-                self._late.append((calls, self._space + scan.text[: scan.at]))
-            else:
-                self._is_empty = self._has_called = True
-                events += calls
         except NoCall:
-            opener = max((o for o in self._calls.openers if scan.text.startswith(o)), key=len)
-            self._rest = scan.text[len(opener) :]
-            self._tell_opener(self._space + opener, events)
+            if scan.kept:
+                self._take_calls(scan.kept, scan.text[: scan.kept_at], events)
+                self._rest = scan.text[scan.kept_at :]
+            else:
+                opener = max((o for o in self._calls.openers if scan.text.startswith(o)), key=len)
+                self._tell_opener(self._space + opener, events)
+                self._rest = scan.text[len(opener) :]
         self._scan = self._steps = None
         return True
+
+    def _take_calls(self, calls: list[Call], text: str, events: list[Event]) -> None:
+        """Tell calls; those in a thought wait for what follows `text`, which they are."""
+        if self.thinks:
+            self._late.append((calls, self._space + text))
+        else:
+            self._is_empty = self._has_called = True
+            events += calls
 
     def _tell_opener(self, coded: str, events: list[Event]) -> None:
         """Tell a mark that begins no call, with the white space before it."""

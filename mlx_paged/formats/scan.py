@@ -28,6 +28,8 @@ class Scan:
         at: how far it is read.
         is_ended: no more text follows.
         is_cut: the answer ended before the model ended it.
+        kept: calls that are complete, whatever comes behind them in their wrapper.
+        kept_at: where these end.
     """
 
     def __init__(self, text: str) -> None:
@@ -35,6 +37,12 @@ class Scan:
         self.at = 0
         self.is_ended = False
         self.is_cut = False
+        self.kept: list[Call] = []
+        self.kept_at = 0
+
+    def keep(self, calls: list[Call]) -> None:
+        """The calls so far are complete. What has been read of the wrapper belongs to them."""
+        self.kept, self.kept_at = list(calls), self.at
 
     def more(self) -> Steps[None]:
         """Wait for more text."""

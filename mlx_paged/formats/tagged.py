@@ -125,14 +125,19 @@ class Tagged(Format):
         omit the last tag."""
         last = self.wrapper[1] if self.wrapper else self.function_end
         texts = [scan.text] if scan.is_cut else [scan.text, scan.text + last]
-        for is_rest in (True, False):
-            for text in texts:
-                search = Search(text, tools, is_rest=is_rest, is_cut=scan.is_cut)
-                found = self._search(search)
-                if found is not None:
-                    calls, at = found
-                    scan.at = min(at, len(scan.text))
-                    return calls
+        searches = [
+            Search(text, tools, is_rest=is_rest, is_cut=scan.is_cut)
+            for is_rest in (True, False)
+            for text in texts
+        ]
+        if self.shape and self.shape.is_shared:
+            searches.append(Search(scan.text, tools, is_part=True))
+        for search in searches:
+            found = self._search(search)
+            if found is not None:
+                calls, at = found
+                scan.at = min(at, len(scan.text))
+                return calls
         raise NoCall
 
     def _search(self, search: "Search") -> tuple[list[Call], int] | None:
@@ -189,6 +194,10 @@ class Tagged(Format):
         if search.text.startswith(end, at):
             yield State("outside", at + len(end))
         yield from self._function(state.at, search)
+        if search.is_part and self.shape:
+            rest, next_one = search.text[at:], self.shape.function[0]
+            if rest.startswith(next_one) or any(x.startswith(rest) for x in (next_one, end)):
+                yield State("end", state.at)
 
     def _arguments(self, state: State, search: "Search") -> Iterator[State]:
         """After the beginning of a function or after a value."""
@@ -246,6 +255,7 @@ class Search(NamedTuple):
         ends_there: the first wrapper ends at the end of the text.
         is_rest: the text consists of calls and white space; else only its beginning does.
         is_cut: the last call may be cut.
+        is_part: the wrapper may be cut behind a function.
     """
 
     text: str
@@ -253,6 +263,7 @@ class Search(NamedTuple):
     ends_there: bool = False
     is_rest: bool = False
     is_cut: bool = False
+    is_part: bool = False
 
     def is_end(self, at: int, openers: tuple[str, ...]) -> bool:
         """Whether a reading may end at `at`, behind a call and white space."""

@@ -23,8 +23,6 @@ def call(name, /, line="\n", **arguments):
 
 
 CODE = "    return '</arg_value>'\n"
-LARGE = '{"n": 12345678901234567890}'
-CUT = call("f", x="abc", n="2")[:12]
 CASES = [
     Case("a call", call("f", x=CODE, n="2"), [Call("f", json.dumps({"x": CODE, "n": 2}))]),
     Case("without line breaks", call("f", "", x=" a\n"), [Call("f", '{"x": " a\\n"}')]),

@@ -78,7 +78,7 @@ def render(calls, rng):
 
 def test_random_calls_come_back():
     quotes = ("</argument>", "<|open|>", "<|sep|>", "argument")
-    check_round_trips(KimiK3, MARKS, render, quotes=quotes, rounds=300)
+    check_round_trips(KimiK3, MARKS, render, quotes=quotes, rounds=300, shares=True)
 
 
 def test_what_the_grammar_allows_is_a_call():

@@ -25,11 +25,21 @@ def wrapped(*invokes):
 
 CODE = "    return '</parameter>'\n"
 BOTH = wrapped(invoke("f", x=CODE, n="2"), invoke("g"))
-LARGE = '{"n": 9007199254740993}'
 CASES = [
     Case("two calls", BOTH, [Call("f", json.dumps({"x": CODE, "n": 2})), Call("g", "{}")]),
     Case("text around", ["a", *wrapped(invoke("g")), "b"], [Text("a"), Call("g", "{}"), Text("b")]),
-    Case("cut", BOTH[:2], [Text("".join(BOTH[:2]))], {"is_cut": True}),
+    Case(
+        "cut in the second call",
+        [START, "\n" + invoke("f", x=CODE, n="2"), '<invoke name="g">\n<para'],
+        [Call("f", json.dumps({"x": CODE, "n": 2})), Text('\n<invoke name="g">\n<para')],
+        {"is_cut": True},
+    ),
+    Case(
+        "cut in a value that quotes an end",
+        [START, '<invoke name="f"><parameter name="x">a</parameter></invoke> b'],
+        [Text(START + '<invoke name="f"><parameter name="x">a</parameter></invoke> b')],
+        {"is_cut": True},
+    ),
     Case("no invoke", wrapped("so"), [Text("".join(wrapped("so")))]),
     Case(
         "a number",
@@ -57,7 +67,7 @@ def render(calls, rng):
 
 def test_random_calls_come_back():
     quotes = ("</parameter>", '<parameter name="zz">', "</invoke>", "<think>")
-    check_round_trips(MiniMaxM2, MARKS, render, quotes=quotes, rounds=300)
+    check_round_trips(MiniMaxM2, MARKS, render, quotes=quotes, rounds=300, shares=True)
 
 
 def test_what_the_grammar_allows_is_a_call():
