@@ -6,12 +6,16 @@ from mlx_paged.starting import INTERRUPTED, exit_interrupted
 
 COMMANDS = {
     "generate": "text for one prompt or for many at once",
+    "chat": "a chat with a model in this terminal",
     "server": "OpenAI's API and Anthropic's Messages API over HTTP",
     "run": "a program of mlx-lm on paged caches",
     "doctor": "checks of this installation and its device",
     "bench": "throughput, latency and memory, beside mlx-lm",
     "kv_disk": "lists, verifies and trims a directory of --kv-disk",
 }
+MODULES = {"chat": "mlx_paged.terminal"}
+"""Of commands whose module has another name."""
+
 BENCHES = (
     *("serving", "stalls", "memory", "admission", "agent_trace"),
     *("paged_attention", "shared_prefixes", "host_cost"),
@@ -49,7 +53,7 @@ def _command() -> str:
 def _run(name: str) -> None:
     import runpy
 
-    module = _bench() if name == "bench" else f"mlx_paged.{name}"
+    module = _bench() if name == "bench" else MODULES.get(name, f"mlx_paged.{name}")
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

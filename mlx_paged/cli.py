@@ -1,6 +1,7 @@
 """The parser and the flags that the commands share. Knows no mlx, so that help is shown at once."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -115,6 +116,20 @@ def _only(value: int) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An argument type: a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}"
+        raise argparse.ArgumentTypeError(f"{place}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise argparse.ArgumentTypeError("not valid JSON: nested too deep") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r:.60}")
+    return value
 
 
 Flag = tuple[str, Any, Any, str, str]

@@ -1,7 +1,6 @@
 """Arguments of ``python -m mlx_paged.generate``, named as in mlx_lm.generate."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from mlx_paged.cli import (
     ON_OFF,
     SWITCH,
     Parser,
+    json_object,
     number,
 )
 
@@ -48,22 +48,9 @@ def make_parser() -> Parser:
     return parser
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno} column {error.colno}"
-        raise argparse.ArgumentTypeError(f"{place}: not valid JSON: {error.msg}") from None
-    except RecursionError:
-        raise argparse.ArgumentTypeError("not valid JSON: nested too deep") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r:.60}")
-    return value
-
-
 def _json_file(path: str) -> dict[str, Any]:
     try:
-        return _json_object(Path(path).read_text(encoding="utf-8"))
+        return json_object(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -103,7 +90,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--image", FILES, [], "FILE", "images of each --prompt, with --vision; may be repeated"),
         ("--system-prompt", str, None, "TEXT", "system message for the chat template"),
         ("--ignore-chat-template", SWITCH, False, "", "do not apply the model's chat template"),
-        ("--chat-template-config", _json_object, None, "JSON", CONFIG),
+        ("--chat-template-config", json_object, None, "JSON", CONFIG),
         ("--prefill-response", str, None, "TEXT", "answers to chats begin so; it is not printed"),
     ),
     "sampling": (

@@ -27,8 +27,10 @@ def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def test_every_command_is_listed_and_exists(monkeypatch, capsys):
     found = Path(overview.__file__).parent.glob("*/__main__.py")
-    assert {*overview.COMMANDS} == {path.parent.name for path in found} | {"run", "bench"}
-    assert all(find_spec(f"mlx_paged.{name}") for name in {*overview.COMMANDS} - {"bench"})
+    modules = {overview.MODULES.get(name, f"mlx_paged.{name}") for name in overview.COMMANDS}
+    folders = {f"mlx_paged.{path.parent.name}" for path in found}
+    assert modules == folders | {"mlx_paged.run", "mlx_paged.bench"}
+    assert all(find_spec(name) for name in modules - {"mlx_paged.bench"})
     assert called(monkeypatch) == 0
     out = capsys.readouterr().out
     assert all(f"    {name} " in out and text in out for name, text in overview.COMMANDS.items())

@@ -28,6 +28,7 @@ MAY_IMPORT = {
         *REQUESTS,
     },
     "generate": {"chat", "engine", "vision", "runner", "metrics", *COMMAND, *REQUESTS},
+    "terminal": {"engine", *COMMAND, *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", *COMMAND, *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},

@@ -11,7 +11,7 @@ from mlx_paged.cli import Parser
 from tests.support import TIMEOUT
 
 SLOW = {"mlx", "mlx_lm", "numpy", "transformers"}
-COMMANDS = ("generate", "server", "run", "doctor", "kv_disk")
+COMMANDS = ("generate", "server", "run", "doctor", "kv_disk", "terminal")
 HELP = [
     *(["-m", "mlx_paged", *arguments] for arguments in ([], ["--version"], ["bench", "--help"])),
     *(["-m", f"mlx_paged.{name}", "--help"] for name in COMMANDS),

@@ -1,0 +1,1 @@
+"""mlx_paged chat: a chat in a terminal."""

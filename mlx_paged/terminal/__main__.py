@@ -1,0 +1,24 @@
+"""``mlx_paged chat``: a chat with a model in a terminal."""
+
+from collections.abc import Sequence
+
+from mlx_paged.starting import start
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Chat until the user leaves. Returns 0; mistakes exit with 2."""
+    from mlx_paged.terminal.flags import make_parser
+
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    parser.require_versions()
+    from mlx_paged.terminal.session import run
+
+    try:
+        return run(args)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    start(main)
