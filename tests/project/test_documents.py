@@ -37,7 +37,10 @@ TOOLS = {"mlx.launch", "mlx.distributed_config"}  # commands of MLX
 MADE_BY_PATCHES = {"mx.fast.paged_attention"}
 
 COMMANDS = {
-    *(f"mlx_paged.{name}" for name in ("generate", "server", "doctor", "run", "kv_disk")),
+    *(
+        f"mlx_paged.{name}"
+        for name in ("generate", "server", "doctor", "run", "kv_disk", "terminal")
+    ),
     *("bench.admission", "bench.host_cost", "bench.memory", "bench.paged_attention"),
     *("bench.agent_trace",),
     *("bench.serving", "bench.shared_prefixes", "bench.stalls", "mlx_lm.generate", "mlx_lm.server"),
@@ -288,7 +291,5 @@ def test_the_list_of_documents_is_complete():
 
 def test_the_parsers_are_found():
     assert isinstance(argparse.ArgumentParser(), argparse.ArgumentParser)
-    assert "--speculate" in flags("mlx_paged.generate") - flags(
-        "mlx_paged.terminal", "mlx_paged.doctor"
-    )
+    assert "--speculate" in flags("mlx_paged.generate") - flags("mlx_paged.doctor")
     assert "--verify" in flags("mlx_paged.kv_disk") and snippets(DOCUMENTS["README.md"], ROOT)
