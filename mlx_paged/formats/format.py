@@ -15,8 +15,7 @@ that is written after the documentation of the family. ``registry.py`` lists the
 - ``rules`` is the grammar of calls, for requests in which a tool must be called. A format with tags
   sets ``shape``, and the base class makes its rules.
 - ``around`` is the grammar of an answer with a thought before its content or its calls.
-- A format that has channels instead of marks in one text has its own parser: it overrides
-  :meth:`Format.parser`, as ``harmony.py`` does.
+- A format of several messages with headers derives from :class:`Channels` in ``channels.py``.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.commands.scripted_models import CHANNELS, called, chat, scripted, template
-from tests.support.commands.server_harness import only_model, post
+from tests.support.commands.server_harness import MODEL, client, only_model, post
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 TOOL = {
@@ -203,3 +203,89 @@ def test_the_order_of_text_and_calls_is_kept():
         kinds = [item["type"] for item in whole["output"]]
         assert kinds == ["message", "function_call", "function_call"]
         assert whole["output"][0]["content"][0]["text"] == "Sure.\n"
+
+
+WRITE = {
+    "type": "function",
+    "function": {
+        "name": "write",
+        "parameters": {
+            "type": "object",
+            "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
+        },
+    },
+}
+FILES = (
+    "\tdef f():\n\t\treturn 1\n",
+    "    a\n\n  b  \n",
+    "A thought begins with <think> and ends with </think>.\n",
+    "a </tool_call> b <tool_call> c\n",
+    "</parameter>\n</function>\n",
+    '{"x": "\\n", "y": [1, 2]}\n',
+    "é🙂\r\n\u2028",
+    "",
+    "null",
+    "<|im_end|> <tool_call>{}</tool_call> &lt;\n",
+)
+WRITES = {
+    "json_tools": lambda calls: "\n".join(
+        f"<tool_call>\n{json.dumps({'name': 'write', 'arguments': call})}\n</tool_call>"
+        for call in calls
+    ),
+    "qwen3_coder": lambda calls: "\n".join(
+        "<tool_call>\n<function=write>\n"
+        + "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in call.items())
+        + "</function>\n</tool_call>"
+        for call in calls
+    ),
+    "harmony": lambda calls: (
+        "<|channel|>analysis<|message|>I write.<|end|><|start|>assistant"
+        + "<|end|><|start|>assistant".join(
+            "<|channel|>commentary to=functions.write <|constrain|>json<|message|>"
+            + json.dumps(call, ensure_ascii=False)
+            for call in calls
+        )
+        + "<|call|>"
+    ),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("family", WRITES)
+def test_files_of_twenty_turns_are_what_the_model_wrote(family, stream, tmp_path):
+    """A client writes what two calls a turn ask for, and sends everything back."""
+    messages, wanted = ask("Write."), {}
+    with model_of(family) as server, client(server) as made:
+        for turn in range(20):
+            calls = [
+                {"path": f"{turn}-{i}", "text": FILES[(2 * turn + i) % len(FILES)]} for i in (0, 1)
+            ]
+            wanted |= {call["path"]: call["text"] for call in calls}
+            answer = made.chat.completions.create(
+                model=MODEL,
+                messages=messages,
+                max_tokens=800,
+                tools=[WRITE],
+                stream=stream,
+                metadata={"script": WRITES[family](calls)},
+            )
+            found = [
+                call
+                for part in (answer if stream else [answer])
+                for call in getattr(part.choices[0], "delta" if stream else "message").tool_calls
+                or []
+            ]
+            assert len(found) == 2
+            for call in found:
+                given = json.loads(call.function.arguments)
+                (tmp_path / given["path"]).write_bytes(given["text"].encode())
+            said = [
+                {"id": c.id, "type": "function", "function": c.function.to_dict()} for c in found
+            ]
+            messages.append({"role": "assistant", "content": None, "tool_calls": said})
+            messages += [
+                {"role": "tool", "tool_call_id": call.id, "content": "done"} for call in found
+            ]
+    read = {path.name: path.read_bytes().decode() for path in tmp_path.iterdir()}
+    assert read == wanted

@@ -77,7 +77,7 @@ def folder(chat_template, marks=()):
         "head_dim": 16,
         "rms_norm_eps": 1e-5,
         "vocab_size": size,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 32768,
         "rope_theta": 1e4,
         "tie_word_embeddings": True,
         "eos_token_id": tokenizer.token_to_id(END),
