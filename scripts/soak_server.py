@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -105,15 +106,21 @@ class Server:
         return self._process.wait(START_S)
 
     def holds(self) -> Footprint:
-        """What the process holds now."""
+        """What the process holds now; its memory with that of its own children."""
         process = Path(f"/proc/{self._process.pid}")
-        status = dict(
-            line.split(":\t", 1) for line in (process / "status").read_text().splitlines()
-        )
+        children = [
+            number
+            for thread in (process / "task").iterdir()
+            for number in (thread / "children").read_text().split()
+        ]
+        rss = _status(process, "VmRSS")
+        for number in children:
+            with suppress(OSError, KeyError):  # it has ended
+                rss += _status(Path(f"/proc/{number}"), "VmRSS")
         return {
-            "rss_mib": round(int(status["VmRSS"].split()[0]) / 1024, 1),
+            "rss_mib": round(rss / 1024, 1),
             "descriptors": len(list((process / "fd").iterdir())),
-            "threads": int(status["Threads"]),
+            "threads": _status(process, "Threads"),
         }
 
     def footprint(self) -> Footprint:
@@ -139,6 +146,12 @@ class Server:
         with answer_of(self.port, "/metrics", key=self._key) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return [sample for each in families if each.name == name for sample in each.samples]
+
+
+def _status(process: Path, name: str) -> int:
+    """A number of what the system tells of a process; memory in KiB."""
+    lines = (process / "status").read_text().splitlines()
+    return int(dict(line.split(":\t", 1) for line in lines)[name].split()[0])
 
 
 def median_of_buckets(counts: dict[str, float]) -> float:
