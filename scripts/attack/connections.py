@@ -14,6 +14,8 @@ from scripts.attack.wire import connected, post
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 HELD = 8 << 20  # bytes of each of the bodies and answers that are not read
 MANY = 300
+END = b"0\r\n\r\n"  # of a whole answer in chunks
+BUFFERED = 6 << 20  # bytes of an answer that Linux may hold for a client that reads little
 PROBE_S = 2.0  # without a byte: the server keeps the connection open
 
 Flood = Callable[[random.Random, Target, int, ExitStack], tuple[int, list[socket.socket]]]
@@ -22,16 +24,17 @@ server must end by itself."""
 
 
 def is_ended(wire: socket.socket) -> bool:
-    """Whether the server has ended a connection before its answer was whole."""
+    """Whether the server has ended a connection before its answer was whole, or has sent an answer
+    that its system holds."""
     wire.settimeout(PROBE_S)
-    last = b""
+    last, size = b"", 0
     with suppress(ConnectionError):
         try:
             while part := wire.recv(1 << 20):
-                last = (last + part)[-5:]
+                last, size = (last + part)[-5:], size + len(part)
         except TimeoutError:
             return False
-    return last != b"0\r\n\r\n"  # the end of a whole answer in chunks
+    return last != END or size < BUFFERED
 
 
 def _opened(port: int, stack: ExitStack) -> socket.socket | None:
@@ -39,6 +42,7 @@ def _opened(port: int, stack: ExitStack) -> socket.socket | None:
     with suppress(OSError):
         wire = connected(port)
         wire.settimeout(5)
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         return stack.enter_context(wire)
     return None
 
@@ -65,10 +69,11 @@ def slow_readers(
     """Long answers and streams that nobody reads."""
     body = {"input": "a", "max_output_tokens": 1, "metadata": {"a": "x" * HELD}}
     long = post(RESPONSES, body | {"stream": True}, target.key)
-    stream = {"prompt": "a", "max_tokens": 1500, "stream": True, "ignore_eos": True, "logprobs": 5}
-    short = _sent(port, stack, [post(COMPLETIONS, stream, target.key)] * 3)
-    wires = _sent(port, stack, [long] * rng.randint(4, 8))
-    return len(short) + len(wires), wires
+    stream = {"prompt": "a", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+    stream |= {"n": 8, "logprobs": 20}
+    many = post(COMPLETIONS, stream, target.key)
+    wires = _sent(port, stack, [many] * 2 + [long] * rng.randint(4, 8))
+    return len(wires), wires
 
 
 def unfinished_bodies(

@@ -99,13 +99,15 @@ class TestAnswers:
         ("sent", "closes", "ended"),
         [
             *((b"", True, True), (b"part", True, True), (b"part", False, False)),
-            *((b"", False, False), (b"whole\r\n0\r\n\r\n", True, False)),
+            *((b"", False, False), (b"whole answer\r\n0\r\n\r\n", True, False)),
+            (b"short\r\n0\r\n\r\n", True, True),
         ],
     )
     def test_a_connection_that_the_server_ends_is_told_from_a_whole_answer(
         self, sent, closes, ended, monkeypatch
     ):
         monkeypatch.setattr(connections, "PROBE_S", 0.1)
+        monkeypatch.setattr(connections, "BUFFERED", 15)
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(sent)
