@@ -11,7 +11,7 @@ that is written after the documentation of the family. ``registry.py`` lists the
 - ``call`` reads one wrapper, with one or more calls. It is a generator over a :class:`Scan`. Where
   several calls share a wrapper, ``scan.keep`` keeps those that are complete if the rest is none.
   ``scan.json()`` reads JSON and keeps the model's text. The base class in ``tagged.py`` reads plain
-  values between tags.
+  values between tags; ``searched.py`` has the search for their ends.
 - ``rules`` is the grammar of calls, for requests in which a tool must be called. A format with tags
   sets ``shape``, and the base class makes its rules.
 - ``around`` is the grammar of an answer with a thought before its content or its calls.
@@ -57,7 +57,7 @@ class Format:
         final_marks: marks that end an answer.
         openers: coded texts that begin a call.
         silent: coded texts in the content that are marks of the format and no text.
-        is_first_only: a call can only be the first thing of an answer.
+        first_openers: more of them, which do so only before other content.
     """
 
     name: str = ""
@@ -66,7 +66,7 @@ class Format:
     final_marks: tuple[str, ...] = ()
     openers: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
-    is_first_only: bool = False
+    first_openers: tuple[str, ...] = ()
 
     def __init__(self, marks: Marks, thoughts: Thoughts | None) -> None:
         self.marks = marks
@@ -89,7 +89,7 @@ class Format:
             begin: where the answer begins.
             is_data: the content follows a schema or a grammar.
         """
-        calls = self if tools and self.openers else None
+        calls = self if tools and (self.openers or self.first_openers) else None
         inline = Inline(self.marks, self.thoughts, calls, Tools(tools), begin, is_data)
         inline.silent = self.silent
         return inline

@@ -60,7 +60,7 @@ class CallFormat(Protocol):
     @property
     def openers(self) -> tuple[str, ...]: ...
     @property
-    def is_first_only(self) -> bool: ...
+    def first_openers(self) -> tuple[str, ...]: ...
 
     def call(self, scan: Scan, tools: Tools) -> Calls: ...
 
@@ -96,7 +96,7 @@ class Inline:
         self._calls = calls
         self._tools = tools
         self._state = begin if thoughts or begin != Begin.THOUGHT else Begin.START
-        self._is_data = is_data or (calls is not None and calls.is_first_only)
+        self._is_data = is_data
         self._rest = ""  # coded text that is not certain yet
         self._is_empty = begin != Begin.CONTENT  # no content but white space since the last call
         self._has_called = False
@@ -195,6 +195,9 @@ class Inline:
     def _read_content(self, events: list[Event]) -> bool:
         marks = [*self.silent, *self._openers]
         found = [(at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0]
+        first = self._first_opener()
+        if first is not None:
+            found.append(first)
         if found:
             at, mark = min(found)
             is_call = mark not in self.silent
@@ -224,6 +227,14 @@ class Inline:
         is_over = self._is_data and not self._is_empty
         return [] if self._calls is None or is_over else self._calls.openers
 
+    def _first_opener(self) -> tuple[int, str] | None:
+        """Where the content begins with a mark that begins a call only there, and this mark."""
+        said = self._rest.lstrip()
+        if self._calls is None or not self._is_empty:
+            return None
+        marks = [mark for mark in self._calls.first_openers if said.startswith(mark)]
+        return (len(self._rest) - len(said), marks[0]) if marks else None
+
     def _begin_call(self, at: int, events: list[Event]) -> None:
         """Tell the text before the mark of a call, which is at `at`, and begin to read the call."""
         assert self._calls is not None
@@ -251,7 +262,8 @@ class Inline:
                 self._take_calls(scan.kept, scan.text[: scan.kept_at], events)
                 self._rest = scan.text[scan.kept_at :]
             else:
-                opener = max((o for o in self._calls.openers if scan.text.startswith(o)), key=len)
+                openers = (*self._calls.openers, *self._calls.first_openers)
+                opener = max((o for o in openers if scan.text.startswith(o)), key=len)
                 self._tell_opener(self._space + opener, events)
                 self._rest = scan.text[len(opener) :]
         self._scan = self._steps = None
