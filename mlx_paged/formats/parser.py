@@ -204,12 +204,13 @@ class Inline:
             if is_call and not (self._is_data and self._rest[:at].strip()):
                 self._begin_call(at, events)
                 return True
-            self._tell_content(self._rest[:at], events)
+            before = self._rest[:at]
+            self._tell_content(before if before.strip() or not self._is_empty else "", events)
             self._rest = self._rest[at + (0 if is_call else len(mark)) :]
             return True
         kept = 0 if self._is_ended else possible_start(self._rest, marks)
         certain = self._rest[: len(self._rest) - kept]
-        if self._is_empty and not certain.strip():
+        if self._is_empty and marks and not certain.strip():
             if not self._is_ended:  # white space beside calls is not told
                 return False
             certain = "" if self._has_called else certain
@@ -218,7 +219,7 @@ class Inline:
         return False
 
     def _tell_content(self, coded: str, events: list[Event]) -> None:
-        if coded and (coded.strip() or not self._is_empty or self._is_ended):
+        if coded:
             self._is_empty = False
             events.append(Text(self._marks.plain(coded)))
 

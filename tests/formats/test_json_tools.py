@@ -8,7 +8,7 @@ from mlx_paged.formats.events import Call, Text, Thought
 from mlx_paged.formats.json_tools import JsonTools
 from mlx_paged.formats.parser import Begin
 from tests.support.formats.grammars import check_grammar
-from tests.support.formats.harness import Case, Mark, check_case, check_round_trips
+from tests.support.formats.harness import Case, Mark, check_case, check_round_trips, made
 
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 START, END, THINK, THOUGHT = map(Mark, MARKS)
@@ -149,6 +149,15 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case):
     check_case(JsonTools, MARKS, case)
+
+
+def test_text_is_told_as_soon_as_it_is_certain():
+    """White space waits only where a call may follow."""
+    form = made(JsonTools, (), None)
+    assert form.parser([], Begin.START).feed(None, "\n") == [Text("\n")]
+    parser = form.parser([{}], Begin.START)
+    assert parser.feed(None, "\n") == [] and parser.feed(None, "a <t") == [Text("\na ")]
+    assert parser.feed(None, "a") == [Text("<ta")]
 
 
 def render(calls, rng):
