@@ -1,16 +1,21 @@
 """Models of the commands, loaded from the names that flags give."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import hf_repo_to_path, load_config
 
 from mlx_paged.cli import GB, NUM_DRAFTS, demo_model_path
 from mlx_paged.runner.ranks import rank
 from mlx_paged.vision.host import load_seeing
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+"""Names that configurations have for the number of positions."""
 
 
 def _draft_model(path: str) -> nn.Module:
@@ -89,6 +94,24 @@ def load_with_config(
         detail = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
     return loaded
+
+
+def context_length(name: str | None) -> int | None:
+    """Tokens of prompt and completion that a loaded model has positions for; None: no limit."""
+    path = Path(demo_model_path() if name is None else name)
+    return positions(load_config(path if path.exists() else Path(hf_repo_to_path(str(name)))))
+
+
+def positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions the rotary embedding or the table of a model has; None: no limit."""
+    config = config.get("text_config") or config
+    positions: int | None = next((config[name] for name in POSITIONS if config.get(name)), None)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if positions is None or kind not in ("linear", "dynamic", "yarn"):
+        return positions
+    trained = scaling.get("original_max_position_embeddings", positions)
+    return max(positions, int(scaling.get("factor", 1) * trained))
 
 
 def _may_be_hub_id(name: str) -> bool:

@@ -25,7 +25,7 @@ from mlx_paged.generate.results_file import (
     results_file,
     written_files,
 )
-from mlx_paged.loading import engine_options, load_model
+from mlx_paged.loading import context_length, engine_options, load_model
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
 from mlx_paged.runner.ranks import joined, rank
@@ -88,7 +88,8 @@ def _prepare(args: argparse.Namespace) -> Prepared:
     except ValueError as error:
         raise ValueError(f"--extra-eos-token: {error}") from error
     params = params_of(args, tokenizer)
-    given = params, tokenizer, args, getattr(model, "eyes", None), knows_only_parts(tokenizer)
+    sight = getattr(model, "eyes", None), knows_only_parts(tokenizer)
+    given = params, tokenizer, args, *sight, context_length(args.model)
     jobs = [make_job(i, spec, *given) for i, spec in enumerate(specs, start=1)]
     answered = read_answers(args.output, jobs) if args.resume else {}
     jobs = [job for job in jobs if job.number not in answered]
@@ -98,7 +99,9 @@ def _prepare(args: argparse.Namespace) -> Prepared:
         model,
         tokenizer,
         block_size=args.kv_block_size,
-        max_kv_tokens=max(1, sum(job.max_kv_tokens(args.kv_block_size) for job in jobs)),
+        max_kv_tokens=max(
+            1, sum(job.max_kv_tokens(args.kv_block_size) for job in jobs if not job.refusal)
+        ),
         max_running=args.max_running,
         prefill_chunk=args.prefill_chunk,
         lookahead=args.lookahead,

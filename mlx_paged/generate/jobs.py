@@ -39,6 +39,7 @@ class Job:
     params: SamplingParams
     n: int  # completions to return
     args: argparse.Namespace  # of the command
+    refusal: str = ""  # why it is not computed
 
     @property
     def count(self) -> int:
@@ -65,6 +66,8 @@ class Job:
 
     def max_kv_tokens(self, block_size: int) -> int:
         """Upper bound of the K/V slots that this job needs, unused slots of blocks included."""
+        if self.refusal:
+            return 0
         return len(self.tokens) + self.count * (self.params.max_tokens + 2 * block_size)
 
     def add(self, engine: Engine) -> list[int]:
@@ -117,10 +120,12 @@ def make_job(
     args: argparse.Namespace,
     eyes: Eyes | None = None,
     only_parts: bool = False,
+    context: int | None = None,
 ) -> Job:
     """Encode a prompt, its images by `eyes`, and check its options. --seed gives each prompt a seed
-    of its own, which does not depend on the other prompts. Raises ValueError, which names the
-    prompt's source."""
+    of its own, which does not depend on the other prompts. The job is refused if its tokens and a
+    line's own `max_tokens` are more than `context`; --max-tokens is cut to what fits. Raises
+    ValueError, which names the prompt's source."""
     try:
         params = replace(params, **spec.options)
         if args.seed is not None and params.seed is None:
@@ -140,7 +145,18 @@ def make_job(
             raise ValueError("n or --best-of is given with --beams: expected one of them")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{spec.source}: {one_line(error)}") from error
-    return Job(number, spec, tokens, params, n, args)
+    refusal = ""
+    if context is not None:
+        if "max_tokens" not in spec.options:
+            room = max(1, context - len(tokens))
+            params = replace(params, max_tokens=min(params.max_tokens, room))
+        if len(tokens) + params.max_tokens > context:
+            refusal = (
+                f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} are more than the"
+                f" model's context length of {context} tokens: expected a shorter prompt or fewer"
+                " max_tokens"
+            )
+    return Job(number, spec, tokens, params, n, args, refusal)
 
 
 def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[int, str]]:
@@ -157,6 +173,8 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[
             raise ValueError(f"--json-schema: {reason}") from error
     for job in jobs:
         try:
+            if job.refusal:
+                raise ValueError(job.refusal)
             ids.append(job.add(engine))
         except ValueError as error:
             ids.append([])

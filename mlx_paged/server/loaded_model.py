@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.formats import choice
 from mlx_paged.formats.format import Format
 from mlx_paged.kv.memory import default_kv_memory
-from mlx_paged.loading import load_with_config
+from mlx_paged.loading import load_with_config, positions
 from mlx_paged.outputs import describe
 from mlx_paged.runner.ranks import joined
 from mlx_paged.server.flags import engine_options
@@ -35,9 +35,6 @@ T = TypeVar("T")
 
 MAX_HELD = 1 << 30
 """Bytes of processed images that the requests of a model hold, unless one of them has more."""
-
-POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
-"""Names that configurations have for the number of positions."""
 
 
 @dataclass(eq=False, slots=True)
@@ -146,18 +143,6 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         has_states=not engine.scheduler.rewinds,
         eyes=getattr(model, "eyes", None),
     )
-
-
-def positions(config: Mapping[str, Any]) -> int | None:
-    """How many positions the rotary embedding or the table of a model has; None: no limit."""
-    config = config.get("text_config") or config
-    positions: int | None = next((config[name] for name in POSITIONS if config.get(name)), None)
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if positions is None or kind not in ("linear", "dynamic", "yarn"):
-        return positions
-    trained = scaling.get("original_max_position_embeddings", positions)
-    return max(positions, int(scaling.get("factor", 1) * trained))
 
 
 def release(service: EngineService) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from mlx_paged.kv.memory import spare_memory
+from mlx_paged.loading import positions
 from mlx_paged.runner.ranks import rank
 from mlx_paged.server import loaded_model, model_files
 from mlx_paged.server.loaded_model import LoadingThread, Model
@@ -74,7 +75,7 @@ class Models:
         if path in self._limits:
             return self._limits[path]
         most: int | None = self.args.max_context
-        return most or loaded_model.positions(model_files.configuration(Path(path)))
+        return most or positions(model_files.configuration(Path(path)))
 
     @asynccontextmanager
     async def use(self, path: str, count: int) -> AsyncIterator[Model]:

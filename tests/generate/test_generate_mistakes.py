@@ -72,7 +72,10 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--prompt", ""], "--prompt: the prompt is empty"),
         (["--kv-memory", 1e-6], "kv_memory is 1000 bytes, but one block of 16 tokens takes "),
         (["--kv-memory", 10**6], "kv_memory is 1000000000000000 bytes (1000000.000 GB), but "),
-        (["--max-tokens", 10**6], "expected a shorter prompt, fewer max_tokens or a larger pool"),
+        (
+            ["--max-tokens", 2000, "--kv-memory", 0.0001],
+            "expected a shorter prompt, fewer max_tokens or a larger pool",
+        ),
     ],
     ids=lambda value: " ".join(map(str, value))[:30].strip() if isinstance(value, list) else "",
 )
@@ -208,9 +211,16 @@ def test_a_bad_line_is_reported_with_its_number(run, tmp_path, line, message):
             {"prompt": "x", "logit_bias": {"99999": 1}},
             "[SamplingParams] logit_bias names token 99",
         ),
-        ({"prompt": "x", "max_tokens": 10**6}, "[add_request] 1 prompt tokens and max_tokens"),
+        (
+            {"prompt": "x", "max_tokens": 2048},
+            "1 prompt tokens and max_tokens 2048 are more than the model's context length",
+        ),
+        (
+            {"prompt": "a b " * 1100},
+            "2201 prompt tokens and max_tokens 1 are more than the model's context length",
+        ),
     ],
-    ids=["unknown token", "too long"],
+    ids=["unknown token", "too many new tokens", "prompt beyond the context"],
 )
 def test_a_prompt_that_the_engine_refuses_fails_alone(run, expected, tmp_path, line, message):
     output = tmp_path / "results.jsonl"
@@ -224,6 +234,14 @@ def test_a_prompt_that_the_engine_refuses_fails_alone(run, expected, tmp_path, l
     alone = run("--prompts-file", path, "--output", output, "--overwrite")
     assert_one_line_mistake(alone, f"{path} line 1: {message}")
     assert len(read_jsonl(output)) == 2  # the answers of the run before
+
+
+def test_the_flag_max_tokens_is_cut_to_what_the_context_leaves(run, tmp_path):
+    output = tmp_path / "results.jsonl"
+    path = jsonl(tmp_path / "prompts.jsonl", [{"prompt": "a b " * 1020, "ignore_eos": True}])
+    assert run("--prompts-file", path, "--output", output).status == 0
+    (answer,) = read_jsonl(output)
+    assert answer["prompt_tokens"] + answer["generation_tokens"] == 2048
 
 
 def test_a_chat_that_the_template_refuses_is_reported_with_its_number(run, chat_model, tmp_path):

@@ -18,10 +18,10 @@ import pytest
 
 from mlx_paged.cli import demo_model_path
 from mlx_paged.engine.engine import Engine
+from mlx_paged.loading import positions as positions_of
 from mlx_paged.server import answers
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
-from mlx_paged.server.loaded_model import positions as positions_of
 from mlx_paged.server.models import Models
 from tests.support.commands.server_harness import (
     CODE,
