@@ -111,7 +111,7 @@ def test_an_answer_that_cannot_be_made_ends_alone(server, openai_client, monkeyp
 def test_the_client_raises_its_own_errors_for_ours(server, openai_client):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         openai_client.completions.create(model=MODEL, prompt="a", temperature=-1)
-    expected = "'gpt-5' is not served here: expected .*default_model or a model in Hugging Face"
+    expected = "'gpt-5' is not served here: expected .*default_model or another name of /v1/models"
     with pytest.raises(openai.NotFoundError, match=expected) as error:
         openai_client.completions.create(model="gpt-5", prompt="a")
     assert error.value.param == "model"
