@@ -56,6 +56,7 @@ WORKERS = 3
 WAVE_S, WAVE_REQUESTS = 2.5, 150  # of a wave: no request begins later, and no more of them
 FLOOD_S = 3.0  # that connections stay open after they were opened
 HELD_S = 45.0  # that those of every third flood stay open; by then the server must have ended them
+READ_S = 100.0  # the same where an answer is computed first, and then not read
 MAX_PROBED = 5  # connections of a flood: each that is open takes seconds
 MAX_HELD = 4  # so many floods at once
 HANG_S = 60.0
@@ -186,16 +187,20 @@ class Attack:
     def _close_held(self, seconds: float) -> None:
         """Close the connections that have been open for so long. The server must have ended those
         that were open for HELD_S."""
-        now = time.monotonic()
-        for opened, name, wires, stack in self._held:
-            if now - opened >= HELD_S:
+        now, kept = time.monotonic(), []
+        for held in self._held:
+            opened, name, wires, stack = held
+            most = READ_S if name == "slow_readers" else HELD_S
+            if now - opened >= most:
                 probed = wires[:MAX_PROBED]
                 left = sum(not is_ended(wire) for wire in probed)
-                text = f"{left} of {len(probed)} connections are open after {HELD_S:g} s"
+                text = f"{left} of {len(probed)} connections are open after {most:g} s"
                 self._found(name, [text] * bool(left))
-            if now - opened >= seconds:
+            if now - opened < most and seconds:
+                kept.append(held)
+            else:
                 stack.close()
-        self._held = [held for held in self._held if now - held[0] < seconds]
+        self._held = kept
 
     def _revive(self, name: str) -> list[str]:
         """Wait for an answer of the canary. Starts the server again if it has ended, or answers

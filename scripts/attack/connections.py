@@ -14,7 +14,7 @@ from scripts.attack.wire import connected, post
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 HELD = 8 << 20  # bytes of each of the bodies and answers that are not read
 MANY = 300
-END = b"0\r\n\r\n"  # of a whole answer in chunks
+ENDS = b"0\r\n\r\n", b"}}}"  # of a whole answer: in chunks, and with its length
 BUFFERED = 6 << 20  # bytes of an answer that Linux may hold for a client that reads little
 PROBE_S = 2.0  # without a byte: the server keeps the connection open
 
@@ -34,7 +34,7 @@ def is_ended(wire: socket.socket) -> bool:
                 last, size = (last + part)[-5:], size + len(part)
         except TimeoutError:
             return False
-    return last != END or size < BUFFERED
+    return not last.endswith(ENDS) or size < BUFFERED
 
 
 def _opened(port: int, stack: ExitStack) -> socket.socket | None:
@@ -66,12 +66,11 @@ def _sent(port: int, stack: ExitStack, contents: Iterable[bytes]) -> list[socket
 def slow_readers(
     rng: random.Random, target: Target, port: int, stack: ExitStack
 ) -> tuple[int, list[socket.socket]]:
-    """Long answers and streams that nobody reads."""
+    """Long answers and requests with much to echo, which nobody reads."""
     body = {"input": "a", "max_output_tokens": 1, "metadata": {"a": "x" * HELD}}
     long = post(RESPONSES, body | {"stream": True}, target.key)
-    stream = {"prompt": "a", "max_tokens": 1500, "stream": True, "ignore_eos": True}
-    stream |= {"n": 8, "logprobs": 20}
-    many = post(COMPLETIONS, stream, target.key)
+    scored = {"prompt": [[5 + i] * 1900 for i in range(3)], "echo": True, "logprobs": 20}
+    many = post(COMPLETIONS, scored | {"max_tokens": 1}, target.key)
     wires = _sent(port, stack, [many] * 2 + [long] * rng.randint(4, 8))
     return len(wires), wires
 

@@ -100,7 +100,7 @@ class TestAnswers:
         [
             *((b"", True, True), (b"part", True, True), (b"part", False, False)),
             *((b"", False, False), (b"whole answer\r\n0\r\n\r\n", True, False)),
-            (b"short\r\n0\r\n\r\n", True, True),
+            *((b"short\r\n0\r\n\r\n", True, True), (b"whole answer, {{{}}}", True, False)),
         ],
     )
     def test_a_connection_that_the_server_ends_is_told_from_a_whole_answer(
