@@ -1,8 +1,12 @@
 """All formats, and which of them a model has."""
 
+from mlx_paged.formats.apertus import Apertus
+from mlx_paged.formats.cohere import Cohere
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.glm import Glm
+from mlx_paged.formats.granite import Granite
 from mlx_paged.formats.harmony import Harmony
+from mlx_paged.formats.hunyuan import Hunyuan
 from mlx_paged.formats.json_tools import JsonTools
 from mlx_paged.formats.kimi_k2 import KimiK2
 from mlx_paged.formats.kimi_k3 import KimiK3
@@ -10,6 +14,7 @@ from mlx_paged.formats.longcat import Longcat
 from mlx_paged.formats.minimax_m2 import MiniMaxM2
 from mlx_paged.formats.mistral import Mistral
 from mlx_paged.formats.muse_spark import MuseSpark
+from mlx_paged.formats.phi4_mini import Phi4Mini
 from mlx_paged.formats.qwen3_coder import Qwen3Coder
 
 FORMATS: tuple[type[Format], ...] = (
@@ -23,6 +28,11 @@ FORMATS: tuple[type[Format], ...] = (
     KimiK3,
     MuseSpark,
     JsonTools,
+    Phi4Mini,
+    Granite,
+    Hunyuan,
+    Apertus,
+    Cohere,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts
 of another comes behind it."""
