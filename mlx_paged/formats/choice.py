@@ -62,7 +62,7 @@ def chosen(
     name = tool_format or _declared(tokenizer)
     form = named(name) if name is not None else None
     if form is None and name is None:
-        form = _that_reads(call, marks, style) or _by_vocabulary(vocab)
+        form = _that_reads(call, marks, style, vocab) or _by_vocabulary(vocab)
     own_name = (getattr(tokenizer.tool_parser, "__module__", None) or "").rpartition(".")[2]
     form = form or named(own_name)
     if form is not None:
@@ -100,17 +100,22 @@ def events_of(form: Format, text: str, tools: Sequence[Any] = (TOOL,)) -> list[E
 
 
 def _that_reads(
-    call: str | None, marks: Marks, style: thoughts.Thoughts | None
+    call: str | None, marks: Marks, style: thoughts.Thoughts | None, vocab: Mapping[str, int]
 ) -> type[Format] | None:
+    """The format that reads a call; first one whose marks are tokens of the model."""
     if call is None:
         return None
-    return next((form for form in FORMATS if problem_of(form(marks, style), call) is None), None)
+    forms = sorted(FORMATS, key=lambda form: not _has_tokens(form, vocab))
+    return next((form for form in forms if problem_of(form(marks, style), call) is None), None)
 
 
 def _by_vocabulary(vocab: Mapping[str, int]) -> type[Format] | None:
     """The first format whose marks are tokens of the model."""
-    known = (form for form in FORMATS if form.tokens)
-    return next((form for form in known if all(mark in vocab for mark in form.tokens)), None)
+    return next((form for form in FORMATS if _has_tokens(form, vocab)), None)
+
+
+def _has_tokens(form: type[Format], vocab: Mapping[str, int]) -> bool:
+    return bool(form.tokens) and all(mark in vocab for mark in form.tokens)
 
 
 def _written(tokenizer: Any) -> tuple[str | None, str | None]:

@@ -7,7 +7,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mlx_paged.formats import grammar
 from mlx_paged.formats.events import Call, NoCall
@@ -23,8 +23,8 @@ class JsonTools(Format):
     """Each wrapper holds JSON objects, one after the other or in a list."""
 
     name = "json_tools"
-    aliases = ("hermes",)
-    tags = "<tool_call>", "</tool_call>"
+    aliases: ClassVar[tuple[str, ...]] = ("hermes",)
+    tags: ClassVar[tuple[str, str]] = "<tool_call>", "</tool_call>"
 
     def __init__(self, marks: Marks, *options: Any) -> None:
         super().__init__(marks, *options)

@@ -194,12 +194,14 @@ class Inline:
 
     def _read_content(self, events: list[Event]) -> bool:
         marks = [*self.silent, *self._openers]
-        found = [(at, mark) for mark in marks if (at := self._rest.find(mark)) >= 0]
+        kept = 0 if self._is_ended else possible_start(self._rest, marks)
+        places = [(self._rest.find(mark), -len(mark), mark) for mark in marks]
+        found = [place for place in places if 0 <= place[0] < len(self._rest) - kept]
         first = self._first_opener()
         if first is not None:
             found.append(first)
         if found:
-            at, mark = min(found)
+            at, _, mark = min(found)  # the longest of those that begin first
             is_call = mark not in self.silent
             if is_call and not (self._is_data and self._rest[:at].strip()):
                 self._begin_call(at, events)
@@ -208,7 +210,6 @@ class Inline:
             self._tell_content(before if before.strip() or not self._is_empty else "", events)
             self._rest = self._rest[at + (0 if is_call else len(mark)) :]
             return True
-        kept = 0 if self._is_ended else possible_start(self._rest, marks)
         certain = self._rest[: len(self._rest) - kept]
         if self._is_empty and marks and not certain.strip():
             if not self._is_ended:  # white space beside calls is not told
@@ -228,13 +229,14 @@ class Inline:
         is_over = self._is_data and not self._is_empty
         return [] if self._calls is None or is_over else self._calls.openers
 
-    def _first_opener(self) -> tuple[int, str] | None:
-        """Where the content begins with a mark that begins a call only there, and this mark."""
+    def _first_opener(self) -> tuple[int, int, str] | None:
+        """Where the content begins with a mark that begins a call only there, its negative length,
+        and this mark."""
         said = self._rest.lstrip()
         if self._calls is None or not self._is_empty:
             return None
         marks = [mark for mark in self._calls.first_openers if said.startswith(mark)]
-        return (len(self._rest) - len(said), marks[0]) if marks else None
+        return (len(self._rest) - len(said), -len(marks[0]), marks[0]) if marks else None
 
     def _begin_call(self, at: int, events: list[Event]) -> None:
         """Tell the text before the mark of a call, which is at `at`, and begin to read the call."""

@@ -10,7 +10,7 @@ value
 """
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from mlx_paged.formats.grammar import Shape
 from mlx_paged.formats.marks import Marks
@@ -18,26 +18,34 @@ from mlx_paged.formats.tagged import Tagged
 
 
 class Qwen3Coder(Tagged):
-    """A value stands in lines of its own."""
+    """A value stands in lines of its own.
+
+    Attributes:
+        tags: around one or more functions.
+        line: stands before and behind a value.
+    """
 
     name = "qwen3_coder"
     aliases = ("qwen3_xml",)
+    tags: ClassVar[tuple[str, str]] = "<tool_call>", "</tool_call>"
+    line: ClassVar[str] = "\n"
 
     def __init__(self, marks: Marks, *options: Any) -> None:
         super().__init__(marks, *options)
-        self.wrapper = marks.code("<tool_call>"), marks.code("</tool_call>")
-        self.openers = (self.wrapper[0],)
+        start, end = map(marks.code, self.tags)
+        self.wrapper = start, end
+        self.openers = (start,)
         self.function = re.compile(r"\s*<function=(?P<name>[^<>]*)>")
         self.function_end = marks.code("</function>")
         self.parameter = re.compile(r"<parameter=(?P<key>[^<>\n]+)>")
         self.parameter_end = marks.code("</parameter>")
         self.shape = Shape(
-            wrapper=(f"{self.wrapper[0]}\n", f"\n{self.wrapper[1]}"),
+            wrapper=(f"{start}\n", f"\n{end}"),
             function=("<function=", ">\n"),
             function_end=self.function_end,
-            parameter=("<parameter=", ">\n"),
-            parameter_end=f"\n{self.parameter_end}\n",
+            parameter=("<parameter=", f">{self.line}"),
+            parameter_end=f"{self.line}{self.parameter_end}\n",
         )
 
     def trimmed(self, text: str) -> str:
-        return text.removeprefix("\n").removesuffix("\n")
+        return text.removeprefix(self.line).removesuffix(self.line)

@@ -2,6 +2,7 @@
 
 from mlx_paged.formats.apertus import Apertus
 from mlx_paged.formats.cohere import Cohere
+from mlx_paged.formats.ernie import Ernie
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.glm import Glm
 from mlx_paged.formats.granite import Granite
@@ -14,8 +15,10 @@ from mlx_paged.formats.longcat import Longcat
 from mlx_paged.formats.minimax_m2 import MiniMaxM2
 from mlx_paged.formats.mistral import Mistral
 from mlx_paged.formats.muse_spark import MuseSpark
+from mlx_paged.formats.nemotron import Nemotron
 from mlx_paged.formats.phi4_mini import Phi4Mini
 from mlx_paged.formats.qwen3_coder import Qwen3Coder
+from mlx_paged.formats.seed_oss import SeedOss
 
 FORMATS: tuple[type[Format], ...] = (
     Qwen3Coder,
@@ -27,12 +30,15 @@ FORMATS: tuple[type[Format], ...] = (
     KimiK2,
     KimiK3,
     MuseSpark,
+    SeedOss,
+    Nemotron,
     JsonTools,
     Phi4Mini,
     Granite,
     Hunyuan,
     Apertus,
     Cohere,
+    Ernie,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts
 of another comes behind it."""
