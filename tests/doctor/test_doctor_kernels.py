@@ -14,12 +14,12 @@ from mlx_paged import ops
 from mlx_paged.doctor import apart, float64, kernels
 from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings
+from mlx_paged.doctor.flags import KINDS
 from mlx_paged.doctor.variants import (
     BLOCK_SIZES,
     DTYPES,
     GROUPS,
     HEADS,
-    KINDS,
     OPTIONS,
     QUANTIZED,
     QUICK_STEP,
