@@ -50,13 +50,14 @@ def assert_scored(choice, prompt, top):
 
 
 def test_the_bytes_of_tokens_join_to_their_text(server):
-    """Also those of tokens that are parts of a character."""
-    prompt = "a é🙂b 日本"
+    """Also those of tokens that are parts of a character, beside tokens of several bytes."""
+    prompt = "return é🙂b 日本"
     body = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 0}
     (choice,) = post(server, body)[2]["choices"]
     entries = choice["logprobs"]["content"]
     count = len(demo()[1].encode(prompt))
-    assert len(prompt) < count < len(prompt.encode())
+    assert count < len(prompt.encode())
+    assert sum(entry["token"] == "\ufffd" for entry in entries[:count]) > len("é🙂日本")
     assert b"".join(bytes(entry["bytes"]) for entry in entries[:count]) == prompt.encode()
     for entry in entries + [top for each in entries for top in each["top_logprobs"]]:
         assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
