@@ -57,7 +57,6 @@ WAVE_S, WAVE_REQUESTS = 2.5, 150  # of a wave: no request begins later, and no m
 FLOOD_S = 3.0  # that connections stay open after they were opened
 HELD_S = 45.0  # that those of every third flood stay open; by then the server must have ended them
 READ_S = 100.0  # the same where an answer is computed first, and then not read
-MAX_PROBED = 5  # connections of a flood: each that is open takes seconds
 MAX_HELD = 4  # so many floods at once
 HANG_S = 60.0
 SETTLE_S = 60.0
@@ -192,9 +191,8 @@ class Attack:
             opened, name, wires, stack = held
             most = READ_S if name == "slow_readers" else HELD_S
             if now - opened >= most:
-                probed = wires[:MAX_PROBED]
-                left = sum(not is_ended(wire) for wire in probed)
-                text = f"{left} of {len(probed)} connections are open after {most:g} s"
+                left = sum(not is_ended(wire) for wire in wires)
+                text = f"{left} of {len(wires)} connections are open after {most:g} s"
                 self._found(name, [text] * bool(left))
             if now - opened < most and seconds:
                 kept.append(held)
