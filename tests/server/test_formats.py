@@ -289,3 +289,19 @@ def test_files_of_twenty_turns_are_what_the_model_wrote(family, stream, tmp_path
             ]
     read = {path.name: path.read_bytes().decode() for path in tmp_path.iterdir()}
     assert read == wanted
+
+
+READS = (
+    "{% for t in tools or [] %}{{ t.function.name }}("
+    "{% for n, p in t.function.parameters.properties.items() %}{{ n }}{% endfor %}){% endfor %}"
+)
+
+
+@pytest.mark.parametrize("own", [{}, {"parameters": None}, {"parameters": {"type": "object"}}])
+def test_a_function_without_parameters_has_empty_ones(own):
+    body = {"messages": ask("hi"), "max_tokens": 5, "metadata": {"script": "ok"}}
+    told = {"type": "function", "function": {"name": "f"} | own}
+    with scripted(READS + template("json_tools")) as made:
+        assert post(made, body | {"tools": [told]}, "/v1/chat/completions")[0] == 200
+        claude = {"name": "f", "input_schema": {"type": "object"}}
+        assert post(made, body | {"tools": [claude]}, "/v1/messages")[0] == 200
