@@ -53,6 +53,7 @@ class Answer:
     first_seconds: float | None = None  # from the arrival to the first token
     submitted: asyncio.Event = field(default_factory=asyncio.Event)  # what it asks for can be done
     ignored: list[str] = field(default_factory=list)  # fields without effect
+    max_tokens: int | None = None  # that the context has room for, if others are asked for
     prompts: list[Prompt] = field(default_factory=list)
     choices: list[CompletionChoice] = field(default_factory=list)
     names: ClassVar[Mapping[str, str]] = {}  # what fields of chat completions are called
@@ -60,7 +61,10 @@ class Answer:
     @property
     def headers(self) -> dict[str, str]:
         told = ", ".join(map(quote, sorted(self.ignored)))[:1000]
-        return {"x-ignored-fields": told} if told else {}
+        found = {"x-ignored-fields": told} if told else {}
+        if self.max_tokens is not None:
+            found["x-max-tokens"] = str(self.max_tokens)
+        return found
 
     def ignore(self, names: Iterable[str]) -> None:
         """Tell the client and the log of fields without effect. Raises Refusal if none may be."""
@@ -257,7 +261,11 @@ class Answer:
         """Encode the prompts; how the tokens after each are chosen."""
         fields, args = self.fields, self.state.args
         self.prompts = prompts.encode(model, fields, args.chat_template_args)
-        return [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
+        found = [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
+        most = min((params.max_tokens for params in found), default=None)
+        if fields["max_tokens"] not in (None, 0, most):
+            self.max_tokens = most
+        return found
 
     def _compile(self, model: Model, params: SamplingParams) -> None:
         """Compile a grammar. If that of "a call or an answer" is wrong, find which of both is."""

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_paged.engine.engine import Engine
 from mlx_paged.server import bodies, json_text, keys, messages, request_body, responses, workers
 from mlx_paged.server.answers import Answer
-from mlx_paged.server.fields import Fields
+from mlx_paged.server.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
 from mlx_paged.server.held_bytes import PART_BYTES, HeldBytes, Share, send_in_pieces, share_of
 from mlx_paged.server.json_text import JsonAnswer
@@ -45,7 +45,7 @@ NUM_DECODERS = 2  # threads that decode images: so many requests hold decoded on
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
 
-TOLD = ("x-request-id", "request-id", "x-ignored-fields", "retry-after")
+TOLD = ("x-request-id", "request-id", "x-ignored-fields", "x-max-tokens", "retry-after")
 """Headers of answers that clients read, also those in web pages of other origins."""
 
 HOST = re.compile(r"\[([^\[\]]*)\](:\d*)?|([^:]*)(:\d*)?")
@@ -252,6 +252,9 @@ async def _complete(request: Request) -> Answer | Response:
         fields, unknown = await run(threads, _fields, raw, url, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
+        if fields["max_tokens"] == AS_MANY_AS_FIT and args.strict_fields:
+            name = "max_completion_tokens" if fields["max_completion_tokens"] else "max_tokens"
+            raise ValueError(f"{name}: expected an integer >= 1, got {AS_MANY_AS_FIT}")
         _check_count(fields, args)
     if any(has_image(message.get("content")) for message in fields.get("messages", ())):
         threads = state.images

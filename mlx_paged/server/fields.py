@@ -73,6 +73,9 @@ that keeps logits within float32."""
 
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
+AS_MANY_AS_FIT = -1
+"""The `max_tokens` of a request that may fill the context."""
+
 USAGE = ("include_usage", "continuous_usage_stats")
 
 _BOOL = (lambda value: isinstance(value, bool), "true or false")
@@ -80,7 +83,12 @@ _TEXT = (lambda value: isinstance(value, str), "a string")
 _OBJECT = (lambda value: isinstance(value, dict), "an object")
 _COUNT = (is_count, "an integer >= 0")
 _POSITIVE = (lambda value: is_count(value, 1), "an integer >= 1")
+_MOST = (lambda value: is_count(value, 1) or _is_all(value), "an integer >= 1")
 _FEW = (lambda value: is_count(value) and value <= 20, "from 0 to 20")
+
+
+def _is_all(value: object) -> bool:
+    return type(value) is int and value == AS_MANY_AS_FIT
 
 
 def is_list(kind: type, value: object) -> bool:
@@ -106,8 +114,8 @@ BOTH: dict[str, Rule] = {
         "an object with include_usage or continuous_usage_stats",
     ),
     "n": (1, *_POSITIVE),
-    "max_tokens": (None, *_POSITIVE),
-    "max_completion_tokens": (None, *_POSITIVE),
+    "max_tokens": (None, *_MOST),
+    "max_completion_tokens": (None, *_MOST),
     "min_tokens": (0, *_COUNT),
     "stop": (
         [],
@@ -158,7 +166,7 @@ TEXT: dict[str, Rule] = {
     "prompt": (None, lambda value: isinstance(value, str | list), "text or token ids"),
     "echo": (False, *_BOOL),
     "best_of": (None, *_POSITIVE),
-    "max_tokens": (None, *_COUNT),
+    "max_tokens": (None, lambda value: is_count(value) or _is_all(value), "an integer >= 0"),
     "prompt_logprobs": (None, *_FEW),
 }
 

@@ -14,7 +14,7 @@ from mlx_paged.formats.parser import Begin
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
-from mlx_paged.server.fields import SAMPLING, Fields
+from mlx_paged.server.fields import AS_MANY_AS_FIT, SAMPLING, Fields
 from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
@@ -59,7 +59,7 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
         if given and model.eyes is not None:
             _tokens(model, text, fields, add_special_tokens=False)  # an image has one or more
             tokens: list[int] = model.eyes(text, given)
-            _check_context(model, fields, len(tokens), _num_new(fields))
+            _check_room(model, fields, len(tokens))
         else:
             adds_special = model.eyes is not None and model.eyes.adds_special
             tokens = _tokens(model, text, fields, add_special_tokens=adds_special)
@@ -82,10 +82,8 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
     if type(options.get("seed")) is int:
         options["seed"] %= 2**64
     stop_ids, least = frozenset(fields["stop_token_ids"]), fields["min_tokens"]
-    num_prompt, most = len(prompt.tokens), fields["max_tokens"]
-    if most is None:
-        most = max(least, min(args.max_tokens, model.max_context - num_prompt), 1)
-    _check_context(model, fields, num_prompt, most)
+    num_prompt = len(prompt.tokens)
+    most = _num_most(model, fields, num_prompt, args)
     ends = stop_ids.union(() if fields.get("ignore_eos") else model.tokenizer.eos_token_ids)
     forbidden = model.token_ids.with_columns(ends)
 
@@ -140,26 +138,35 @@ def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Opt
     return constraints.of_answer(model.format, prompt.begin, content, calls)
 
 
-def _num_new(fields: Fields) -> int:
-    """Tokens that a request asks for at least."""
-    most = fields["max_tokens"]
-    return 1 if most is None else int(most)
+def _num_most(model: Model, fields: Fields, num_prompt: int, args: Namespace) -> int:
+    """How many tokens may follow a prompt: what is asked for, or else the default, as far as the
+    context has room. Raises ValueError, also ContextExceeded, if it has no room for what must be
+    obeyed."""
+    asked, least, room = fields["max_tokens"], fields["min_tokens"], model.max_context - num_prompt
+    if asked is not None and asked > room and args.strict_fields:
+        name = "max_completion_tokens" if fields["max_completion_tokens"] else "max_tokens"
+        raise ContextExceeded(num_prompt, asked, model.max_context, name)
+    most = args.max_tokens if asked is None else asked
+    most = room if most == AS_MANY_AS_FIT else min(max(most, least), room)
+    expected = f"at most {room}, for which the context has room behind the prompt"
+    require(least <= room, "min_tokens", expected, least)
+    return max(most, int(asked != 0))
 
 
-def _check_context(model: Model, fields: Fields, num_prompt: int, num_new: int) -> None:
-    """Raise ContextExceeded, which names the field that is too large, if they do not fit."""
-    if num_prompt + num_new <= model.max_context:
-        return
-    param = "messages" if "messages" in fields else "prompt"
-    if num_prompt < model.max_context:
-        param = "max_completion_tokens" if fields["max_completion_tokens"] else "max_tokens"
-    raise ContextExceeded(num_prompt, num_new, model.max_context, param)
+def _check_room(model: Model, fields: Fields, num_prompt: int) -> None:
+    """Raise ContextExceeded, which tells what the request asks for, if so many tokens of a prompt
+    leave no room for an answer."""
+    asked = fields["max_tokens"]
+    if num_prompt + int(asked != 0) > model.max_context:
+        param = "messages" if "messages" in fields else "prompt"
+        num_new = 1 if asked in (None, AS_MANY_AS_FIT) else asked
+        raise ContextExceeded(num_prompt, num_new, model.max_context, param)
 
 
 def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(_tokens(model, prompt, fields), prompt if fields["echo"] else "")
-    _check_context(model, fields, len(prompt), _num_new(fields))
+    _check_room(model, fields, len(prompt))
     return Prompt(prompt, model.tokenizer.decode(prompt) if fields["echo"] else "")
 
 
@@ -167,10 +174,10 @@ def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int
     """Token ids of a text, if its bytes can fit. Other threads run while they are computed."""
     num_bytes = len(text.encode())
     if num_bytes > model.max_context * model.longest_token:
-        _check_context(model, fields, ceil(num_bytes / model.longest_token), _num_new(fields))
+        _check_room(model, fields, ceil(num_bytes / model.longest_token))
     with may_take_long():
         tokens = list(model.tokenizer.encode(text, **options))
-    _check_context(model, fields, len(tokens), _num_new(fields))
+    _check_room(model, fields, len(tokens))
     return tokens
 
 

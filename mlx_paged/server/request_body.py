@@ -12,6 +12,7 @@ from mlx_paged.sampling_params import CompilerBusy
 from mlx_paged.server import constraints
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.fields import (
+    AS_MANY_AS_FIT,
     ASIDE,
     BOTH,
     CHAT,
@@ -148,8 +149,9 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     require(count == n or not fields["stream"], "best_of", "n in a stream", count)
     fields["stop"] = [stop] if isinstance(stop, str) else stop
     fields["max_tokens"] = fields["max_completion_tokens"] or fields["max_tokens"]
-    most = fields["max_tokens"] or fields["min_tokens"]
-    require(fields["min_tokens"] <= most, "min_tokens", "at most max_tokens", fields["min_tokens"])
+    least, most = fields["min_tokens"], fields["max_tokens"]
+    is_above = most not in (None, 0, AS_MANY_AS_FIT) and least > most
+    require(not is_above, "min_tokens", "at most max_tokens", least)
     for name, (low, high) in RANGES.items():
         value = fields.get(name, 0)
         is_number = isinstance(value, int | float)  # SamplingParams refuses other things

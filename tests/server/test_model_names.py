@@ -191,7 +191,7 @@ def test_what_is_listed_has_the_limit_that_errors_name(here):
         assert [*limits] == [default, "one", "org/four", "org/three", "owner/two"]
         assert limits["one"] == 2048 != limits[default]
         for name in (default, "one", "org/three"):
-            error = ask(server, name, max_tokens=100_000)[2]["error"]
+            error = ask(server, name, prompt=[5] * 3000)[2]["error"]
             found = exchange(server, "GET", f"/v1/models/{name.replace('/', '%2F')}")[2]
             limit = json.loads(found)["max_model_len"]
             assert f"maximum context length is {limit} tokens" in error["message"]

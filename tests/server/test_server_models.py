@@ -182,7 +182,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again():
 @pytest.mark.slow
 def test_the_context_is_what_the_model_has_positions_for(caplog):
     with live() as server:
-        status, _, answer = ask(server, None, max_tokens=2048)
+        status, _, answer = ask(server, None, prompt=[5] * 2048, max_tokens=8)
         assert (
             status == 400 and "maximum context length is 2048 tokens" in answer["error"]["message"]
         )
@@ -202,17 +202,14 @@ def test_what_the_pool_cannot_serve_is_refused_as_a_full_context(stream, caplog)
         long = {"prompt": [5] * (limit - 4)} | options
         body = json.dumps(long | {"max_tokens": 4})
         assert exchange(server, "POST", "/v1/completions", body)[0] == 200
-        error = ask(server, None, **long, max_tokens=5)[2]["error"]
-        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
-        assert f"maximum context length is {limit} tokens. However" in error["message"]
+        body = json.dumps(long | {"max_tokens": 5})
+        status, headers, _ = exchange(server, "POST", "/v1/completions", body)
+        assert (status, headers["x-max-tokens"]) == (200, "4")
         error = ask(server, None, prompt=[5] * limit, max_tokens=1, stream=stream)[2]["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         body = {"messages": [{"role": "user", "content": "a " * 3000}], "max_tokens": 1}
         error = post(server, body | {"stream": stream}, "/v1/messages")[2]["error"]
         assert re.match(rf"prompt is too long: \d+ tokens > {limit - 1} maximum", error["message"])
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2000}
-        error = post(server, body | {"stream": stream}, "/v1/messages")[2]["error"]
-        assert f"+ 2000 > {limit}, decrease input length" in error["message"]
 
 
 @pytest.mark.parametrize(
