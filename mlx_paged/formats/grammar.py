@@ -37,10 +37,11 @@ class Shape(NamedTuple):
         function: the texts around the name of a function, before its arguments.
         function_end: the text behind its arguments.
         parameter: the texts around the key of a parameter, before its value.
-        parameter_end: the text behind a value. If it begins with a token, or has none, then text is
-            read up to it.
+        parameter_end: the text behind a value, up to which text is read.
         between: the text between two calls.
         is_shared: several functions have one wrapper; else each has its own.
+        text: the texts behind the key and behind the value of a text; None: those of all values.
+        is_told: the text behind the key tells whether the value is a text.
     """
 
     wrapper: tuple[str, str]
@@ -50,6 +51,8 @@ class Shape(NamedTuple):
     parameter_end: str
     between: str = "\n"
     is_shared: bool = False
+    text: tuple[str, str] | None = None
+    is_told: bool = False
 
 
 def tagged_rules(
@@ -81,24 +84,38 @@ def _function(marks: Marks, shape: Shape, rule: str, function: Function) -> list
     for j, (key, own) in enumerate(properties.items()):
         name = f"{rule}_{j}"
         parts.append(name if isinstance(required, list) and key in required else f"{name}?")
-        rules.append(
-            f"{name}: {marks.lark(shape.parameter[0] + key + shape.parameter[1])} {name}_v"
-        )
-        rules.append(_value(marks, shape, f"{name}_v", own, schema))
+        rules += _parameter(marks, shape, name, shape.parameter[0] + key, own, schema)
     begin = marks.lark(shape.function[0] + function.name + shape.function[1])
     return [f"{rule}: {begin} {' '.join(parts)} {marks.lark(shape.function_end)}", *rules]
 
 
-def _value(marks: Marks, shape: Shape, rule: str, schema: Any, root: dict[str, Any]) -> str:
-    """The rule of a value and of the text behind it."""
-    end = marks.lark(shape.parameter_end)
+def _parameter(
+    marks: Marks, shape: Shape, rule: str, begin: str, schema: Any, root: dict[str, Any]
+) -> list[str]:
+    """The rules of a parameter, whose tag begins with `begin`. What may be a text and another
+    value is the text, but for a format that tells them apart."""
     types, choices = types_of(schema, root), choices_of(schema, root)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return f"{rule}: ({' | '.join(map(quoted, choices))}) {end}"
-    if types is not None and "string" not in types:
+    behind_key, end = shape.text or (shape.parameter[1], shape.parameter_end)
+    rules, ways = list[str](), list[str]()
+    if types is None or "string" in types:
+        ways.append(f"{marks.lark(begin + behind_key)} {rule}_t")
+        rules += _text(marks, f"{rule}_t", choices or [], end)
+    if types and (not ways or (shape.is_told and len(types) > 1)):
         inner = schema if isinstance(schema, dict) else {}
         inner = {name: root[name] for name in ("$defs", "definitions") if name in root} | inner
-        return f"{rule}: {json_rule(inner)} {end}"
-    if is_token(shape.parameter_end[:1]):
-        return f"{rule}: {ANY_TEXT} {end}"
-    return f"{rule}[suffix={quoted(shape.parameter_end)}]: {ANY_TEXT}"
+        ways.append(f"{marks.lark(begin + shape.parameter[1])} {rule}_v")
+        rules.append(f"{rule}_v: {json_rule(inner)} {marks.lark(shape.parameter_end)}")
+    return [f"{rule}: {' | '.join(ways)}", *rules]
+
+
+def _text(marks: Marks, rule: str, choices: Sequence[Any], end: str) -> list[str]:
+    """The rules of a text and of the `end` behind it."""
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return [f"{rule}: ({' | '.join(map(quoted, choices))}) {marks.lark(end)}"]
+    before = next((i for i, character in enumerate(end) if is_token(character)), len(end))
+    if before == 0:
+        return [f"{rule}: {ANY_TEXT} {marks.lark(end)}"]
+    part = f"[suffix={quoted(end[:before])}]: {ANY_TEXT}"
+    if before == len(end):
+        return [f"{rule}{part}"]
+    return [f"{rule}: {rule}_part+ {marks.lark(end[before:])}", f"{rule}_part{part}"]

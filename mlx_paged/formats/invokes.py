@@ -13,13 +13,17 @@ class Invokes(Tagged):
 
     Attributes:
         tags: the names of the tags of the wrapper, a function and a parameter.
+        part: a mark that the names have in them.
     """
 
     tags: ClassVar[tuple[str, str, str]]
+    part: ClassVar[str | None] = None
 
     def __init__(self, marks: Marks, *options: Any) -> None:
         super().__init__(marks, *options)
-        outer, function, parameter = self.tags
+        if self.part:
+            marks.code(self.part)
+        outer, function, parameter = map(marks.coded_text, self.tags)
         start, end = marks.code(f"<{outer}>"), marks.code(f"</{outer}>")
         self.function_end = marks.code(f"</{function}>")
         self.parameter_end = marks.code(f"</{parameter}>")

@@ -2,6 +2,8 @@
 
 from mlx_paged.formats.apertus import Apertus
 from mlx_paged.formats.cohere import Cohere
+from mlx_paged.formats.deepseek_dsml import DeepSeekV4, DeepSeekV32
+from mlx_paged.formats.deepseek_v3 import DeepSeekV3, DeepSeekV31
 from mlx_paged.formats.ernie import Ernie
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.glm import Glm
@@ -12,6 +14,7 @@ from mlx_paged.formats.json_tools import JsonTools
 from mlx_paged.formats.kimi_k2 import KimiK2
 from mlx_paged.formats.kimi_k3 import KimiK3
 from mlx_paged.formats.longcat import Longcat
+from mlx_paged.formats.minicpm5 import MiniCpm5
 from mlx_paged.formats.minimax_m2 import MiniMaxM2
 from mlx_paged.formats.mistral import Mistral
 from mlx_paged.formats.muse_spark import MuseSpark
@@ -32,6 +35,11 @@ FORMATS: tuple[type[Format], ...] = (
     MuseSpark,
     SeedOss,
     Nemotron,
+    DeepSeekV31,
+    DeepSeekV3,
+    DeepSeekV32,
+    DeepSeekV4,
+    MiniCpm5,
     JsonTools,
     Phi4Mini,
     Granite,
