@@ -17,6 +17,7 @@ from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import AS_MANY_AS_FIT, SAMPLING, Fields
 from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.request_body import ContextExceeded
+from mlx_paged.server.templates import joined_turns
 from mlx_paged.server.turn_ends import turn_ends
 from mlx_paged.server.workers import may_take_long
 from mlx_paged.vision.images import has_image, in_parts
@@ -193,6 +194,7 @@ def _rendered(model: Model, fields: Fields, template_args: dict[str, Any]) -> st
 def _render(
     model: Model, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
+    messages = joined_turns(messages) if model.abilities.joins_turns else messages
     messages = model.format.history(messages)
     messages = in_parts(messages) if model.abilities.only_parts else messages
     return rendered(model.tokenizer, messages, **options | {"tools": tools or None})

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mlx_paged.server.templates import joined_turns
 from tests.support.commands.scripted_models import CHANNELS, called, chat, scripted, template
 from tests.support.commands.server_harness import MODEL, client, only_model, post
 
@@ -305,3 +306,42 @@ def test_a_function_without_parameters_has_empty_ones(own):
         assert post(made, body | {"tools": [told]}, "/v1/chat/completions")[0] == 200
         claude = {"name": "f", "input_schema": {"type": "object"}}
         assert post(made, body | {"tools": [claude]}, "/v1/messages")[0] == 200
+
+
+STRICT = (
+    "{% if not loop.first and m.role in ('user', 'assistant') "
+    "and messages[loop.index0 - 1].role == m.role %}{{ raise_exception('alternate') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_two_turns_are_joined_where_the_template_refuses_them(is_strict):
+    written = template("json_tools")
+    strict = written.replace("{% for m in messages %}", "{% for m in messages %}" + STRICT)
+    two = [*ask("context"), *ask("question")]
+    with scripted(strict if is_strict else written) as made:
+        body = {"messages": two, "max_tokens": 5, "metadata": {"script": "ok"}}
+        status, _, answer = post(made, body, "/v1/chat/completions")
+        assert status == 200, answer
+        one = [*ask("context\n\nquestion")]
+        _, _, other = post(made, body | {"messages": one}, "/v1/chat/completions")
+        is_same = answer["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]
+        assert is_same == is_strict
+        assert post(made, body, "/v1/messages")[0] == 200
+        body = {"input": two, "max_output_tokens": 5, "metadata": {"script": "ok"}}
+        assert post(made, body, "/v1/responses")[0] == 200
+
+
+def test_joined_turns_have_the_contents_and_the_calls_of_both():
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [1]},
+        {"role": "assistant", "content": "a", "tool_calls": [2]},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {"role": "tool", "content": "d"},
+        {"role": "tool", "content": "e"},
+    ]
+    found = joined_turns(said)
+    assert found[0] == {"role": "assistant", "content": "a", "tool_calls": [1, 2]}
+    assert "".join(part["text"] for part in found[1]["content"]) == "b\n\nc"
+    assert found[2:] == said[4:]
