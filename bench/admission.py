@@ -272,9 +272,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("admission", __doc__)
     add = parser.add_argument
     add("--rows", type=COUNT, default=8, help="sequences with live K/V")
-    add("--tokens", type=COUNT, default=4096, help="that each of them holds")
-    add("--admitted-tokens", type=COUNT, default=128, help="of the sequence that joins")
-    add("--visitor-tokens", type=COUNT, default=8, help="of the prompt that comes and goes")
+    add("--tokens", type=COUNT, default=4096, help="tokens of each of these sequences")
+    add("--admitted-tokens", type=COUNT, default=128, help="tokens of the sequence that joins")
+    add(
+        "--visitor-tokens", type=COUNT, default=8, help="tokens of the prompt that joins and leaves"
+    )
     add_rounds(parser, 5)
     add_model(parser, default="many-kv-heads")
     return parser.parse_args(argv)

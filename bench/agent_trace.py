@@ -259,10 +259,25 @@ def run_turn(engine: Engine, prompt: Prompt, keeps_ends: bool) -> tuple[int, flo
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("agent_trace", __doc__)
     add = parser.add_argument
-    add("--model", choices=HYBRIDS, default="lfm2", help="beside a Llama (default: %(default)s)")
-    add("--size", choices=SIZES, default="reference", help="of both (default: %(default)s)")
-    add("--snapshots", type=COUNT, default=128, help="of states at most (default: %(default)s)")
-    add("--no-turn-ends", action="store_true", help="do not say where turns end")
+    add(
+        "--model",
+        choices=HYBRIDS,
+        default="lfm2",
+        help="model to compare with a Llama (default: %(default)s)",
+    )
+    add(
+        "--size",
+        choices=SIZES,
+        default="reference",
+        help="size of both models (default: %(default)s)",
+    )
+    add(
+        "--snapshots",
+        type=COUNT,
+        default=128,
+        help="maximum snapshots of states (default: %(default)s)",
+    )
+    add("--no-turn-ends", action="store_true", help="do not tell the engine where turns end")
     add_rounds(parser, 3)
     return parser.parse_args(argv)
 

@@ -37,7 +37,7 @@ def _model(name: str) -> str:
 
 
 def add_rounds(parser: Parser, default: int) -> None:
-    text = "times are medians over so many rounds"
+    text = "number of rounds; times are medians over the rounds"
     parser.add_argument("--rounds", type=COUNT, default=default, help=text)
 
 

@@ -4,10 +4,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -112,20 +113,25 @@ def check_machine() -> dict[str, float]:
     Returns:
         "gemm_gflops", of float32, and "load_average", of the last minute.
     """
-    gflops, load, num_cores = gemm_gflops(), os.getloadavg()[0], os.cpu_count() or 1
-    if gflops < SLOW_GFLOPS:
-        print(
-            f"slow BLAS: float32 GEMM at {gflops:.1f} GFLOP/s; on Linux preload OpenBLAS "
-            "(LD_PRELOAD=.../libopenblas.so.0)",
-            file=sys.stderr,
+    machine = {"gemm_gflops": gemm_gflops(), "load_average": round(os.getloadavg()[0], 2)}
+    for line in machine_warnings(machine):
+        print(line, file=sys.stderr)
+    return machine
+
+
+def machine_warnings(machine: Mapping[str, Any]) -> Iterator[str]:
+    """What makes times say little, of what :func:`check_machine` returned."""
+    if (gflops := machine["gemm_gflops"]) < SLOW_GFLOPS:
+        yield (
+            f"slow BLAS: float32 GEMM at {gflops:.1f} GFLOP/s; on Linux preload OpenBLAS"
+            " (LD_PRELOAD=.../libopenblas.so.0)"
         )
-    if load > num_cores / 2:
-        print(
+    num_cores = os.cpu_count() or 1
+    if (load := machine["load_average"]) > num_cores / 2:
+        yield (
             f"busy machine: load average {load:.1f} on {num_cores} cores; other processes make"
-            " times longer",
-            file=sys.stderr,
+            " times longer"
         )
-    return {"gemm_gflops": gflops, "load_average": round(load, 2)}
 
 
 def machine_text(machine: dict[str, float]) -> str:

@@ -323,15 +323,15 @@ def print_times(result: dict[str, Any]) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("memory", __doc__)
     add = parser.add_argument
-    add("--prompt-tokens", type=COUNT, default=500, help="that sequences share")
-    own = "longest prompt after a shared prefix"
+    add("--prompt-tokens", type=COUNT, default=500, help="tokens of the shared prompt")
+    own = "maximum prompt tokens after the shared prefix"
     add("--own-tokens", type=AT_LEAST_TWO, default=100, help=own)
-    add("--n", type=COUNT, default=16, help="samples, beams, requests")
-    add("--max-tokens", type=AT_LEAST_TWO, default=64, help="of each sequence")
+    add("--n", type=COUNT, default=16, help="number of samples, beams and requests")
+    add("--max-tokens", type=AT_LEAST_TWO, default=64, help="maximum new tokens of each sequence")
     sizes = KV_BLOCK_SIZES
     add("--block-size", type=int, choices=sizes, default=16, help="tokens in a KV block")
-    add("--kv-bits", metavar="8|6|4", help="of mlx_paged; mlx-lm's quantized caches stand beside")
-    rounds = "time the samples and forks too, in so many rounds (default: nothing is timed)"
+    add("--kv-bits", metavar="8|6|4", help="quantized K/V, beside mlx-lm's quantized caches")
+    rounds = "also time samples and forks, in so many rounds (default: no times)"
     add("--rounds", type=COUNT_OR_NONE, default=0, help=rounds)
     add_model(parser)
     args = parser.parse_args(argv)

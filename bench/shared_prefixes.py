@@ -58,17 +58,19 @@ class Batch:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("shared_prefixes", __doc__)
     add = parser.add_argument
-    add("--only", choices=("op", "served"), help="one of the two (default: both)")
+    add(
+        "--only", choices=("op", "served"), help="measure the op or the engine only (default: both)"
+    )
     heads = [HeadCounts(32, 8, 128), HeadCounts(8, 2, 64)]
     add("--heads", type=HeadCounts.parse, nargs="+", default=heads, metavar="H:H_KV:D")
     add("--dtypes", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
     batches = [Batch(16, 4096, 64), Batch(32, 4000, 100), Batch(2, 512, 64)]
     add("--batches", type=Batch.parse, nargs="+", default=batches, metavar="NxSHARED+OWN")
     add_model(parser)
-    add("--agents", type=COUNT, default=32, help="requests with one system prompt")
-    add("--shared-tokens", type=COUNT, default=4000, help="of the system prompt")
-    add("--samples", type=COUNT, default=16, help=f"of a prompt of {SAMPLED_TOKENS} tokens")
-    add("--max-tokens", type=COUNT, default=128, help="of each answer")
+    add("--agents", type=COUNT, default=32, help="requests that share a system prompt")
+    add("--shared-tokens", type=COUNT, default=4000, help="tokens of the system prompt")
+    add("--samples", type=COUNT, default=16, help=f"samples of a prompt of {SAMPLED_TOKENS} tokens")
+    add("--max-tokens", type=COUNT, default=128, help="maximum new tokens of each answer")
     add_rounds(parser, 7)
     return parser.parse_args(argv)
 

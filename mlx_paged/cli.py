@@ -146,46 +146,52 @@ ORDERS, VICTIMS = [*map(str, Policy)], [*map(str, PreemptionPolicy)]
 
 MODEL: tuple[Flag, ...] = (
     ("--model", str, None, "", "directory or Hugging Face id (default: the built-in demo model)"),
-    ("--adapter-path", str, None, "DIR", "directory with trained adapter weights"),
-    ("--trust-remote-code", SWITCH, False, "", "let the tokenizer run code of the model"),
-    ("--vision", SWITCH, False, "", "load it by mlx-vlm: its prompts may have images"),
+    ("--adapter-path", str, None, "DIR", "directory of adapters (LoRA, DoRA) from mlx_lm.lora"),
+    ("--trust-remote-code", SWITCH, False, "", "let the tokenizer run code from the model"),
+    ("--vision", SWITCH, False, "", "load the model with mlx-vlm, for prompts with images"),
 )
 SAMPLING: tuple[Flag, ...] = (
     ("--temp", TEMPERATURE, 0.0, "T", "sampling temperature; 0 is greedy decoding"),
-    ("--top-p", FRACTION, 1.0, "P", "sample from the likeliest tokens of this mass; 1 is off"),
+    ("--top-p", FRACTION, 1.0, "P", "nucleus sampling: total probability of the tokens; 1 is off"),
     ("--top-k", COUNT_OR_NONE, 0, "K", "sample from the K most likely tokens; 0 is off"),
-    ("--min-p", FRACTION, 0.0, "P", "drop tokens below this part of the top probability; 0 is off"),
-    ("--seed", SEED, None, "N", "seed for requests that have none of their own (default: random)"),
+    ("--min-p", FRACTION, 0.0, "P", "minimum probability relative to the top token; 0 is off"),
+    ("--seed", SEED, None, "N", "seed for requests without a seed (default: random)"),
 )
+SPIKE = "report longer steps as spikes (default: 3 times the usual time, at least 50 ms)"
 METRICS: tuple[Flag, ...] = (
     ("--metrics-jsonl", str, None, "FILE", "write one JSON line after each step"),
-    ("--spike-ms", MILLISECONDS, None, "MS", "longer steps are spikes (default: 3 x usual, >= 50)"),
-    ("--profile", SWITCH, False, "", "time each phase of every step; this makes steps slower"),
+    ("--spike-ms", MILLISECONDS, None, "MS", SPIKE),
+    ("--profile", SWITCH, False, "", "time each phase of every step; steps get slower"),
 )
+
+POOL = "size of the KV pool in GB (default: what the device can spare)"
+CACHE = "GB of freed buffers that MLX keeps (default: a tenth of GPU memory)"
+BITS = "quantize stored keys and values to so many bits (default: not quantized)"
+COMPILE = "decode with compiled graphs (default: on a CPU, if that is faster)"
 
 
 def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
     """`max_stall_ms` is a default; a command that has none does not take 0 as a value either."""
-    stall = "limit for the time of a step while requests are decoding"
+    stall = "upper limit for the time of a step while requests are decoding"
     stall += "; 0 is no limit" if max_stall_ms else " (default: no limit)"
     milliseconds = MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS
     return [
-        ("--kv-memory", MEMORY, None, "GB", "of the KV pool (default: what the device can spare)"),
-        ("--cache-limit", MEMORY, None, "GB", "of freed buffers that MLX keeps (default: a tenth)"),
-        ("--kv-bits", _kv_bits, None, "8|6|4", "bits of stored keys and values (default: all)"),
-        *((flag, _only(n), n, "N", f"only {n}") for flag, n in QUANTIZATION.items()),
+        ("--kv-memory", MEMORY, None, "GB", POOL),
+        ("--cache-limit", MEMORY, None, "GB", CACHE),
+        ("--kv-bits", _kv_bits, None, "8|6|4", BITS),
+        *((flag, _only(n), n, "N", f"only {n} is accepted") for flag, n in QUANTIZATION.items()),
         ("--max-stall-ms", milliseconds, max_stall_ms or None, "MS", stall),
         ("--policy", ORDERS, ORDERS[0], "", "order in which waiting requests start"),
-        ("--preempt", VICTIMS, VICTIMS[0], "", "who loses its KV blocks when the pool is full"),
-        ("--compile", ON_OFF, None, "", "decode by graphs (default: on a CPU, if it is faster)"),
-        ("--cpu-linear", ON_OFF, None, "", "on a CPU: own kernels for linear layers (default: on)"),
-        ("--cascade", ON_OFF, True, "", "read K/V once that running requests share"),
-        ("--no-prefix-cache", SWITCH, False, "", "do not share K/V of prompts that begin alike"),
-        ("--kv-disk", str, None, "DIR", "keep K/V in this directory too, beyond the process"),
-        ("--kv-disk-gb", MEMORY, None, "N", "GB in it at most (default: 20)"),
-        ("--speculate", ["ngram"], None, "", "guess tokens by n-grams; the output stays the same"),
-        ("--draft-model", str, None, "PATH", "smaller model of the same vocabulary that guesses"),
-        ("--num-draft-tokens", DRAFTS, NUM_DRAFTS, "N", "its guesses for a request in a step"),
+        ("--preempt", VICTIMS, VICTIMS[0], "", "request that gives up K/V when the pool is full"),
+        ("--compile", ON_OFF, None, "", COMPILE),
+        ("--cpu-linear", ON_OFF, None, "", "own CPU kernels for linear layers (default: on)"),
+        ("--cascade", ON_OFF, True, "", "read the K/V of a shared prefix once per step"),
+        ("--no-prefix-cache", SWITCH, False, "", "do not share the K/V of equal prefixes"),
+        ("--kv-disk", str, None, "DIR", "also keep K/V in this directory, for later processes"),
+        ("--kv-disk-gb", MEMORY, None, "GB", "maximum size of that directory (default: 20 GB)"),
+        ("--speculate", ["ngram"], None, "", "speculative decoding by n-grams; same output"),
+        ("--draft-model", str, None, "PATH", "speculative decoding with this smaller model"),
+        ("--num-draft-tokens", DRAFTS, NUM_DRAFTS, "N", "draft tokens of a request per step"),
     ]
 
 

@@ -26,11 +26,11 @@ def main() -> int:
     """Replace this process by the program. A mistake gives one line and exit status 2."""
     usage = "%(prog)s [options] SCRIPT | -m MODULE | COMMAND [arguments]"
     parser = Parser("mlx_paged.run", usage)
-    block = "token slots in a block"
+    block = "tokens per KV block"
     parser.add_argument("--block-size", type=COUNT, default=BLOCK_SIZE, metavar="N", help=block)
-    bound = "K/V at most, for each model and thread (default: what the device can spare)"
+    bound = "GB of the KV pool of each model and thread (default: what the device can spare)"
     parser.add_argument("--kv-memory", type=MEMORY, metavar="GB", help=bound)
-    cache = "freed buffers that MLX keeps on a GPU (default: MLX's own limit)"
+    cache = "GB of freed buffers that MLX keeps on a GPU (default: MLX's limit)"
     parser.add_argument("--cache-limit", type=MEMORY, metavar="GB", help=cache)
     own, program = _divided(sys.argv[1:])
     args = parser.parse_args(own)

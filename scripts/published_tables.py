@@ -75,8 +75,8 @@ def served(record: Record) -> Lines:
     ):
         made = (percentiles(engine, key, names, unit_ms, form) for engine in engines.values())
         rows.append([text, *made])
-    rows.append(row("K/V held over live, mean", lambda x: f"{x['kv_held_over_live']:.2f}"))
-    rows.append(row("K/V held at peak, MiB", lambda x: f"{x['kv_held_peak_mib']:.1f}"))
+    rows.append(row("K/V memory reserved / used, mean", lambda x: f"{x['kv_held_over_live']:.2f}"))
+    rows.append(row("K/V memory reserved at peak, MiB", lambda x: f"{x['kv_held_peak_mib']:.1f}"))
     same = "streams with mlx_paged's tokens"
     rows.append(row(same, lambda x: f"{x['streams_as_first']} of {x['streams']}"))
     yield from markdown(["", *engines], rows)
@@ -260,12 +260,15 @@ def headline(results: Record) -> Lines:
     )
     rows = [
         ["SmolLM2-135M in 4 bits, 16 chats at once: output tokens/s", *rates(chat)],
-        ["longest time between two tokens; with a bound of 100 ms", *gaps(chat, bounded)],
+        ["longest time between two tokens; with `--max-stall-ms 100`", *gaps(chat, bounded)],
         ["the same model, 2 answers of 4 tokens: output tokens/s", *rates(short)],
         ["in float32, 16 chats at once: output tokens/s", *rates(float32)],
         ["reference workload, 32 at once: output tokens/s", *rates(reference)],
-        ["its K/V memory held over K/V memory needed, mean", *held(reference)],
-        ["drop-in caches: a sequence joins 512 MiB of live K/V", *joining(runs["joins"][0])],
+        ["the same workload: K/V memory reserved / used (1 = no waste)", *held(reference)],
+        [
+            "drop-in caches: adding one sequence to a batch with 512 MiB of K/V",
+            *joining(runs["joins"][0]),
+        ],
     ]
     yield from markdown(["", "mlx_paged", "mlx-lm", "llama.cpp"], rows)
 

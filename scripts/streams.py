@@ -3,7 +3,7 @@
     python -m scripts.streams           measure, write docs/images/streams.json, draw
     python -m scripts.streams --draw    only draw docs/images/streams.svg again
 
-The picture moves at the speed of the run.
+The picture begins with its final frame, then moves at the speed of the run.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from mlx_paged.cli import COUNT, MILLISECONDS, Parser
 RESULT = Path(__file__).parents[1] / "docs/images/streams.json"
 BEFORE_S = 1.0  # shown of the time before the long prompt arrives
 AFTER_S = 0.6  # and after the slower engine has its first token
-HOLD_S = 4.0  # at the end of the picture
+HOLD_S = 6.0  # of the final frame, with which the picture begins
 WIDTH, LEFT, RIGHT = 860, 80, 840
 LABELS = 10  # on the axis of time, about
 MODEL = "SmolLM2-135M-Instruct"
@@ -41,7 +41,11 @@ text { font: 15px system-ui, sans-serif; fill: var(--soft) }
 .arrival { stroke: var(--text); stroke-width: 1.5 } .first { stroke: #d9a400; stroke-width: 3 }
 .cover, .now { transform: translateX(WIDEpx); animation: run SECONDSs linear infinite }
 .now { stroke: var(--soft) }
-@keyframes run { 0% { transform: none } PART%, 100% { transform: translateX(WIDEpx) } }
+@keyframes run {
+  0%, HOLD% { transform: translateX(WIDEpx); animation-timing-function: step-end }
+  STARTS% { transform: none }
+  100% { transform: translateX(WIDEpx) }
+}
 @media (prefers-reduced-motion) { .cover, .now { animation: none } }
 """
 
@@ -78,7 +82,8 @@ def picture(result: dict[str, Any]) -> str:
     shown_s, wide, high = end + BEFORE_S, RIGHT - LEFT, result["streams"] * ROW
     bottom = TOP + len(engines) * (high + GAP) - GAP
     style = STYLE.replace("WIDE", str(wide)).replace("SECONDS", f"{shown_s + HOLD_S:.2f}")
-    style = style.replace("PART", f"{100 * shown_s / (shown_s + HOLD_S):.2f}")
+    held = 100 * HOLD_S / (shown_s + HOLD_S)
+    style = style.replace("HOLD", f"{held:.2f}").replace("STARTS", f"{held + 0.01:.2f}")
     about = {
         name: f"longest gap {longest_gap_s(each):.1f} s, first token of the prompt after"
         f" {each['first_token_s']:.1f} s"
@@ -89,6 +94,7 @@ def picture(result: dict[str, Any]) -> str:
         f"{result['streams']} streams of SmolLM2-135M in {dtype}; a prompt of"
         f" {result['prompt_tokens']:,} tokens arrives at 0 s ({result['cores']} CPU cores)"
     )
+    about["mlx_paged"] = f"--max-stall-ms {result['max_stall_ms']:g}: {about['mlx_paged']}"
     said = "; ".join(f"{name}: {text}" for name, text in about.items())
     body = "".join(_panels(engines, about, wide / shown_s, high, end))
     return (

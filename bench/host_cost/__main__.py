@@ -205,12 +205,12 @@ def median_us(action: Callable[[], object], repeats: int) -> float:
 def add_arguments(parser: Parser) -> None:
     add, rows = parser.add_argument, [1, 8, 32, 128, 256]
     add("--rows", type=COUNT, nargs="+", default=rows, help="running requests")
-    add("--blocks", type=COUNT, default=512, help="that each request holds")
-    add("--steps", type=COUNT, default=40, help="of each engine in a round")
-    add("--rounds", type=COUNT, default=5)
-    late = "read the tokens of each step before the next one is launched"
+    add("--blocks", type=COUNT, default=512, help="KV blocks of each request")
+    add("--steps", type=COUNT, default=40, help="steps of each engine in a round")
+    add("--rounds", type=COUNT, default=5, help="number of rounds")
+    late = "read the tokens of each step before the next step is launched"
     add("--no-lookahead", action="store_true", help=late)
-    add("--layers", type=COUNT, default=28, help="of the model whose graph is built")
+    add("--layers", type=COUNT, default=28, help="layers of the model whose graph is built")
 
 
 def measure_steps(args: argparse.Namespace) -> list[Course]:

@@ -63,36 +63,49 @@ QUICK = FULL | {
 def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="a small part of the grid, 3 rounds")
-    only = "single tokens or chunks (default: both)"
+    only = "measure decodes or prefill chunks only (default: both)"
     add("--only", choices=("decodes", "chunks"), help=only)
-    add("--heads", type=HeadCounts.parse, nargs="+", metavar="H:H_KV:D", help="e.g. 32:8:128")
+    add(
+        "--heads",
+        type=HeadCounts.parse,
+        nargs="+",
+        metavar="H:H_KV:D",
+        help="query heads, K/V heads, head dimension: 32:8:128",
+    )
     add("--dtypes", choices=DTYPES, nargs="+")
-    add("--batches", type=COUNT, nargs="+", help="of single tokens")
-    add("--contexts", type=COUNT, nargs="+", help="of single tokens")
-    sizes = "tokens; chunks are computed in the size nearest to 16"
+    add("--batches", type=COUNT, nargs="+", help="batch sizes of decodes")
+    add("--contexts", type=COUNT, nargs="+", help="context lengths of decodes")
+    sizes = "tokens per block; chunks use the size nearest to 16"
     add("--block-sizes", type=int, choices=KV_BLOCK_SIZES, nargs="+", help=sizes)
-    bits = "of the pool: none, 8, 6 or 4; quantized ones are compared with the same K/V as it was"
+    bits = "none, 8, 6 or 4: K/V of the pool; 8, 6 and 4 are compared with the unquantized K/V"
     add("--kv-bits", type=_kv_bits, nargs="+", metavar="BITS", help=bits)
-    add("--chunk-lengths", type=AT_LEAST_TWO, nargs="+")
-    add("--chunk-contexts", type=COUNT, nargs="+", help="contexts at the end of later chunks")
-    add("--rounds", type=COUNT, help="times are medians over so many rounds")
+    add("--chunk-lengths", type=AT_LEAST_TWO, nargs="+", help="tokens of a chunk")
+    add(
+        "--chunk-contexts", type=COUNT, nargs="+", help="context lengths at the end of later chunks"
+    )
+    add("--rounds", type=COUNT, help="number of rounds; times are medians over the rounds")
     seconds = number(float, 0, 1e6, "a number of seconds >= 0")
-    limit = "a case begins no further round after so many"
+    limit = "seconds after which a case starts no more rounds"
     add("--case-seconds", type=seconds, default=10.0, help=limit)
     memory = number(float, 1e-3, 1e6, "a number of GiB above 0")
-    skip = "skip cases that need more (default: half of the machine's)"
+    skip = "skip cases that need more memory (default: half of the machine's memory)"
     add("--memory", type=memory, metavar="GiB", help=skip)
     add(
         "--clock",
         type=Clock,
         choices=list(Clock),
         default=Clock.WALL,
-        help="processor: time of all threads over the cores, for a busy machine; give BLAS one"
-        " thread then, because waiting threads spin (default: wall)",
+        help="wall clock, or processor time of all threads divided by the cores, for a busy"
+        " machine; with processor give BLAS one thread (default: wall)",
     )
     add("--torch", action="store_true", help="compare with torch's attention, too")
     add("--ggml", action="store_true", help="compare with ggml's flash attention (llama.cpp), too")
-    add("--plot", type=Path, metavar="FILE", help="draw the curves of the first heads")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw a chart for the first of --heads to this file",
+    )
 
 
 def _kv_bits(text: str) -> int | None:

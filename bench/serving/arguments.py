@@ -59,12 +59,17 @@ def _add_work(add: Callable[..., Any]) -> None:
     presets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
     add("--preset", choices=PRESETS, default="uniform", help=presets)
     add("--requests", type=COUNT, metavar="N", help="default: the preset's number")
-    target = "as many requests as N output tokens need"
+    target = "send requests until they add up to N output tokens"
     add("--tokens-target", type=COUNT, metavar="N", help=target)
     seed = number(int, 0, 2**63, "a whole number >= 0")
-    add("--seed", type=seed, default=0, help="of the trace")
-    add("--trace", type=Path, metavar="FILE.jsonl", help="replay these requests instead")
-    add("--write-trace", type=Path, metavar="FILE.jsonl", help="write the trace, for --trace")
+    add("--seed", type=seed, default=0, help="seed of the workload")
+    add("--trace", type=Path, metavar="FILE.jsonl", help="replay the requests in this file")
+    add(
+        "--write-trace",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="write the requests to this file, for --trace",
+    )
     models = f"demo, {', '.join(SIZES)} (random weights), {', '.join(REAL)} (a real chat model),"
     models += " or what mlx_lm.load takes"
     add("--model", help=f"{models} (default: the preset's)")
@@ -72,54 +77,65 @@ def _add_work(add: Callable[..., Any]) -> None:
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add, loop = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    when_due = "requests come when they are due, whether or not others have ended (default)"
+    when_due = "requests arrive at fixed times, independent of answers (default)"
     loop("--open-loop", action="store_true", help=when_due)
-    clients = "--target-active clients, each sending its next request when its last has ended"
+    clients = "--target-active clients; each sends its next request after its last answer"
     loop("--closed-loop", action="store_true", help=clients)
-    rate = "requests a second on average (default: all are due at once)"
+    rate = "mean requests per second (default: all requests arrive at time 0)"
     add("--request-rate", type=ABOVE_ZERO, metavar="R", help=rate)
-    shape = "of the gamma distributed gaps: 1 is Poisson, below 1 comes in bursts"
+    shape = "shape of the gamma distribution of arrival gaps: 1 is Poisson, below 1 is bursty"
     add("--burstiness", type=ABOVE_ZERO, default=1.0, metavar="SHAPE", help=shape)
-    active = "sequences that an engine runs side by side at most (default: %(default)s)"
+    active = "maximum sequences in an engine's batch (default: %(default)s)"
     add("--target-active", type=COUNT, default=32, metavar="N", help=active)
-    step = "time of a step on the run's clock: counts are then the same on every machine"
+    step = "simulated time of a step, so that counts do not depend on the machine"
     add("--arrivals-by-step", type=ABOVE_ZERO, metavar="MS", help=step)
 
 
 def _add_engines(parser: Parser) -> None:
     add = parser.add_argument_group("engines").add_argument
-    names, default = f"some of {','.join(ENGINES)}", ",".join(DEFAULT)
+    names, default = f"comma-separated, of {', '.join(ENGINES)}", ",".join(DEFAULT)
     names += f" (default: {default})"
     add("--engines", type=_checked(_engines), metavar="NAMES", help=names)
-    urls = "OpenAI-compatible servers, measured over HTTP; without --engines they are all"
+    urls = "measure these OpenAI-compatible servers over HTTP, and --engines if given"
     add("--url", type=_checked(_url), nargs="+", metavar="URL", help=urls)
-    add("--api", choices=APIS, help="which one --url has (default: completions)")
-    add("--served-model", metavar="NAME", help="for --url (default: the first of its list)")
+    add("--api", choices=APIS, help="API of --url (default: completions)")
+    add(
+        "--served-model",
+        metavar="NAME",
+        help="model name for --url (default: the first in /v1/models)",
+    )
     add_rounds(parser, 1)
-    static = "skip the runs in static batches, which static_tokens_per_sec comes from"
+    static = "skip the runs with static batches (static_tokens_per_sec)"
     add("--no-static", dest="static", action="store_false", help=static)
-    add("--prefill-chunk", type=COUNT, default=512, metavar="TOKENS")
-    add("--kv-block-size", type=int, choices=KV_BLOCK_SIZES, default=16, help="of mlx_paged")
-    add("--kv-bits", metavar="8|6|4", help="of mlx_paged")
-    blocks = "of mlx_paged's pool (default: so many that no request is preempted)"
+    chunk = "maximum prompt tokens in a step of mlx_paged"
+    add("--prefill-chunk", type=COUNT, default=512, metavar="TOKENS", help=chunk)
+    block = "tokens per KV block of mlx_paged"
+    add("--kv-block-size", type=int, choices=KV_BLOCK_SIZES, default=16, help=block)
+    add("--kv-bits", metavar="8|6|4", help="quantized K/V of mlx_paged")
+    blocks = "blocks in mlx_paged's pool (default: enough to preempt no request)"
     add("--num-blocks", type=COUNT, metavar="N", help=blocks)
-    add("--max-stall-ms", type=ABOVE_ZERO, metavar="MS", help="of mlx_paged")
+    stall = "upper limit for the time of a step of mlx_paged (default: no limit)"
+    add("--max-stall-ms", type=ABOVE_ZERO, metavar="MS", help=stall)
     policies = [str(policy) for policy in Policy]
-    policy = "which prompt mlx_paged computes next (default: %(default)s)"
+    policy = "order in which mlx_paged starts requests (default: %(default)s)"
     add("--policy", choices=policies, default=str(Policy.FCFS), help=policy)
-    add("--no-prefix-cache", action="store_true", help="of mlx_paged")
+    add("--no-prefix-cache", action="store_true", help="without mlx_paged's prefix cache")
 
 
 def _add_output(add: Callable[..., Any]) -> None:
-    slo = "limits that a stream must keep to count for goodput; also tpot"
+    slo = "latency limits (ttft, itl, tpot) of a stream that counts for goodput"
     add("--slo", type=_checked(Slo.parse), metavar="ttft=MS,itl=MS", help=slo)
-    add("--max-rate", action="store_true", help="search the highest rate that keeps --slo")
-    part = "part of the streams that must keep --slo there (default: %(default)s)"
+    add(
+        "--max-rate",
+        action="store_true",
+        help="search for the highest request rate that meets --slo",
+    )
+    part = "fraction of streams that must meet --slo, for --max-rate (default: %(default)s)"
     add("--attainment", type=FRACTION, default=0.9, help=part)
-    spike = "of a tick (default: 5 medians of the run, at most 0.2)"
+    spike = "report longer ticks as spikes (default: 5 times the median, at most 0.2)"
     add("--spike-threshold", type=ABOVE_ZERO, metavar="SECONDS", help=spike)
     add("--report", type=Path, metavar="DIR", help="write an HTML page with charts")
-    stall = "sleep in this tick of every run, to check that the stall is found (for tests)"
+    stall = "sleep so long in this tick of every run (tests that stalls are found)"
     add("--inject-stall", type=_checked(Stall.parse), metavar="MS@TICK", help=stall)
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bench.command import text_of
-from bench.serving.measures import RATIOS, Summary
+from bench.serving.measures import RATIOS, Summary, max_rate_text
 
 UNITS = {"output_tokens_per_sec": "", "continuous_steady_tokens_per_sec": ""}
 """Of what engines are compared by; of all else MiB, where less is better."""
@@ -78,7 +77,7 @@ def _waste(row: Summary) -> Line | None:
 def _kept(row: Summary) -> Line | None:
     if (good := row["goodput"]) is None:
         return None
-    rate = f"; highest rate {text_of(row['max_rate'], '.2f')}/s" * (row["max_rate"] is not None)
+    rate = f"; highest rate {found}/s" if (found := max_rate_text(row)) else ""
     about = f"of {row['streams']} streams, {good['tokens_per_sec']:.1f} tokens/s{rate}"
     return Line(f"{good['attainment']:.1%}", about)
 
@@ -91,7 +90,7 @@ def _same(row: Summary) -> Line | None:
 VALUES: dict[str, Callable[[Summary], Line | None]] = {
     "time to first token": _times("ttft_ms", "p99"),
     "time between two tokens": _times("itl_ms", "max"),
-    "K/V held over K/V needed, mean": _waste,
+    "K/V memory reserved / used, mean": _waste,
     "streams within the limits": _kept,
     "streams with the first engine's tokens": _same,
 }

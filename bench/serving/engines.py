@@ -115,6 +115,11 @@ def check_engines(
         raise ValueError(f"--engines: llama_cpp: {error}") from error
 
 
+def is_on_mlx(name: str) -> bool:
+    """Whether MLX's memory is that of an engine."""
+    return name.removesuffix(STATIC) not in LLAMA_CPP and not is_url(name)
+
+
 def is_url(name: str) -> bool:
     """Whether an engine is a server over HTTP."""
     return "://" in name

@@ -18,8 +18,8 @@ PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
 RATIOS = {
     "output_tokens_per_sec": "output tokens/s",
     "continuous_steady_tokens_per_sec": "in the steady phase",
-    "kv_held_peak_mib": "K/V held at peak",
-    "peak_mlx_mib": "MLX's memory at peak",
+    "kv_held_peak_mib": "peak K/V memory",
+    "peak_mlx_mib": "peak memory of MLX",
 }
 """What engines are compared by, in words."""
 
@@ -138,6 +138,16 @@ def goodput(run: Run, slo: Slo | None) -> Summary | None:
         "tokens_per_sec": round(sum(s.num_tokens for s in good) / wall_s, 2),
         "attainment": round(len(good) / len(run.streams), 4) if run.streams else 0.0,
     }
+
+
+def max_rate_text(row: Summary) -> str | None:
+    """What a rate search found, in requests per second: a bound if all rates, or none, held."""
+    probes = row["probes"]
+    if not probes:
+        return None
+    if row["max_rate"] is None:
+        return f"< {min(probe['rate'] for probe in probes):.2f}"
+    return f"{'>= ' * row['max_rate_is_bound']}{row['max_rate']:.2f}"
 
 
 def kv_memory(run: Run) -> Summary:

@@ -46,7 +46,7 @@ def _body(outcome: Mapping[str, Any], drawn: Iterator[Section] | tuple[()]) -> I
     yield _about(outcome)
     if outcome["partial"]:
         yield '<p class="warning">Interrupted: this is what was measured so far.</p>'
-    for line in failures(outcome):
+    for line in (*outcome.get("warnings", ()), *failures(outcome)):
         yield f'<p class="warning">{escape(line)}</p>'
     yield f'<div class="cards">{"".join(_cards(outcome))}</div>'
     for section in drawn:

@@ -5,8 +5,16 @@ from operator import eq
 from typing import Any
 
 from bench.command import print_result, table, text_of
-from bench.serving.engines import is_url, static_sibling
-from bench.serving.measures import PERCENTILES, RATIOS, Summary, merge, ratios, summarize
+from bench.serving.engines import is_on_mlx, is_url, static_sibling
+from bench.serving.measures import (
+    PERCENTILES,
+    RATIOS,
+    Summary,
+    max_rate_text,
+    merge,
+    ratios,
+    summarize,
+)
 from bench.serving.run import Run
 from bench.serving.session import Session
 
@@ -35,7 +43,7 @@ TABLES: dict[str, Sequence[Column]] = {
         ("wall s", _at("wall_s"), ".2f"),
         ("good tok/s", _at("goodput", "tokens_per_sec"), ".1f"),
         ("in SLO", _at("goodput", "attainment"), ".1%"),
-        ("max rate/s", _at("max_rate"), ".2f"),
+        ("max rate/s", max_rate_text, ""),
     ),
     "latency in ms": (*_percentiles("TTFT", "ttft_ms"), *_percentiles("TPOT", "tpot_ms")),
     "pace in ms": (*_percentiles("ITL", "itl_ms"), *_percentiles("tick", "tick_ms")),
@@ -75,7 +83,7 @@ def headlines(outcome: Mapping[str, Any]) -> Iterator[str]:
             if (found := row[key])["p50"] is not None:
                 text += f" {what} {found['p50']:.1f} / {found['p99']:.1f};"
         if (waste := row["kv_held_over_live"]) is not None:
-            text += f" K/V held over live {waste:.2f};"
+            text += f" K/V reserved / used {waste:.2f};"
         if name != next(iter(engines)) and (same := row["streams_as_first"]) is not None:
             text += f" {same} of {row['streams']} streams got the same tokens"
         yield text.rstrip(";")
@@ -146,6 +154,8 @@ def rows_of(session: Session) -> dict[str, list[Summary]]:
         first = session.runs[next(iter(rows))]
         for summary, a, b in zip(summaries, session.runs[name], first, strict=False):
             is_same_kind = is_url(a.engine) == is_url(b.engine)  # text over HTTP, ids elsewhere
+            if not is_on_mlx(name):
+                summary["peak_mlx_mib"] = None
             summary["streams_as_first"] = same_streams(a, b) if is_same_kind else None
         sibling = static_sibling(name)
         static = summaries if sibling is None else rows.get(sibling) or of(sibling)
@@ -169,7 +179,10 @@ def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) 
         row["failures"] = [reason for each in rounds[name] for reason in each["failures"]]
         row["each_round"] = {key: [each[key] for each in rounds[name]] for key in RATIOS}
         row["max_rate"] = session.max_rate.get(name)
-        row["probes"] = session.probes.get(name, [])
+        row["probes"] = probes = session.probes.get(name, [])
+        row["max_rate_is_bound"] = row["max_rate"] is not None and all(
+            probe["attainment"] >= session.args.attainment for probe in probes
+        )
     return {
         "bench": "serving",
         **about,

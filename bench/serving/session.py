@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-from bench.machine import check_machine, linear_gflops, machine_text
+from bench.machine import check_machine, linear_gflops, machine_text, machine_warnings
 from bench.models import gguf_of
 from bench.serving.engines import (
     Limits,
@@ -199,6 +199,7 @@ def _bracket(holds: Callable[[float], bool], start: float) -> tuple[float | None
 def describe(args: argparse.Namespace, model: nn.Module | None, trace: Trace) -> dict[str, Any]:
     """Workload, options, machine and an estimate: printed, and returned as plain JSON values."""
     machine = check_machine()
+    warnings = [*machine_warnings(machine)]
     num_prompt = sum(len(job.prompt) for job in trace)
     num_output = sum(job.output_tokens for job in trace)
     work = {
@@ -236,7 +237,14 @@ def describe(args: argparse.Namespace, model: nn.Module | None, trace: Trace) ->
         if not name.endswith("_loop")
     }
     loop = "closed" if args.closed_loop else "open"
-    return {"loop": loop, **options, **machine, "work": work, "products_s": products_s}
+    return {
+        "loop": loop,
+        **options,
+        **machine,
+        "work": work,
+        "products_s": products_s,
+        "warnings": warnings,
+    }
 
 
 def gemm_flops(model: nn.Module, trace: Trace) -> float | None:

@@ -79,11 +79,13 @@ PRESETS: dict[str, Preset] = {
         "prompts of 32 to 256 tokens, outputs of 16 to 64", 64, _uniform((32, 257), (16, 65))
     ),
     "short-answers": Preset(
-        "prompts of 8 tokens, answers of 4: for an engine that takes a second for a token",
+        "prompts of 8 tokens, outputs of 4, for slow engines",
         16,
         _uniform((8, 9), (4, 5)),
     ),
-    "long-tail-chat": Preset("most are short, a few are long: log-normal lengths", 64, _long_tail),
+    "long-tail-chat": Preset(
+        "log-normal lengths: many short requests, a few long ones", 64, _long_tail
+    ),
     "shared-system-prompt": Preset(
         f"all prompts begin with the same {SYSTEM_PROMPT} tokens",
         64,
@@ -91,12 +93,12 @@ PRESETS: dict[str, Preset] = {
         shared=SYSTEM_PROMPT,
     ),
     "agent": Preset(
-        f"{AGENT_PROMPT} tokens in, 8 to 31 out",
+        f"prompts of {AGENT_PROMPT} tokens, outputs of 8 to 31",
         8,
         _uniform((AGENT_PROMPT, AGENT_PROMPT + 1), (8, 32)),
     ),
     "agent-turns": Preset(
-        f"{AGENTS} agents in turns, each of which adds 256 to 511 tokens to its last prompt",
+        f"{AGENTS} agents with several turns; each turn adds 256 to 511 tokens to the prompt",
         128,
         _uniform((256, 512), (16, 33)),
         model="reference",
@@ -106,7 +108,7 @@ PRESETS: dict[str, Preset] = {
         f"one prompt of {GIANT_PROMPT} tokens among short ones", 24, _one_giant
     ),
     "copy": Preset(
-        "a copying model repeats its prompt of 256 to 511 tokens, a sixteenth of which is edited",
+        "a copying model repeats prompts of 256 to 511 tokens, a sixteenth of them edited",
         32,
         _uniform((256, 512), (128, 384)),
         model="copying",
@@ -116,7 +118,7 @@ PRESETS: dict[str, Preset] = {
         "eight samples of each prompt", 12, _uniform((64, 257), (16, 65)), samples=8
     ),
     BEHIND: Preset(
-        "beside 8 streams 4 prompts of 4500 tokens, then 4 of 128; then without the long ones",
+        "8 streams, then 4 prompts of 4500 tokens, then 4 of 128; then without the long prompts",
         16,
         _short_behind_long,
         model="reference",

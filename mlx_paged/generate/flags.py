@@ -26,11 +26,11 @@ PENALTIES = {
 }
 
 REFUSED = {
-    "--min-tokens-to-keep": "min-p keeps one token at least, and no other number",
+    "--min-tokens-to-keep": "min-p keeps at least 1 token; no other number is supported",
     "--use-default-chat-template": "tokenizers have no default chat template",
-    "--max-kv-size": "K/V is never cut to a size; --kv-memory limits the pool",
+    "--max-kv-size": "there are no rotating caches; --kv-memory limits the pool",
     "--prompt-cache-file": "saved caches need `python -m mlx_paged.run mlx_lm.generate`",
-    "--quantize-activations -qa": "its matrix product is not tested here: MLX has none on a CPU",
+    "--quantize-activations -qa": "not tested: MLX has no such matrix product on a CPU",
 }
 """Flags of mlx_lm.generate that are mistakes here, with the reasons."""
 
@@ -87,29 +87,29 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "prompts: --prompt, --prompts-file or both": (
         ("--prompt -p", TEXTS, [], "TEXT", "prompt text; '-' reads stdin; may be repeated"),
         ("--prompts-file", str, None, "FILE.jsonl", 'JSON lines with "prompt" or "messages"'),
-        ("--image", FILES, [], "FILE", "images of each --prompt, with --vision; may be repeated"),
+        ("--image", FILES, [], "FILE", "images for each --prompt, with --vision; may be repeated"),
         ("--system-prompt", str, None, "TEXT", "system message for the chat template"),
         ("--ignore-chat-template", SWITCH, False, "", "do not apply the model's chat template"),
         ("--chat-template-config", json_object, None, "JSON", CONFIG),
-        ("--prefill-response", str, None, "TEXT", "answers to chats begin so; it is not printed"),
+        ("--prefill-response", str, None, "TEXT", "start each chat answer with this text"),
     ),
     "sampling": (
         ("--max-tokens -m", COUNT, 100, "N", "maximum new tokens"),
         *cli.SAMPLING,
-        ("--xtc-probability", FRACTION, 0.0, "P", "that XTC sampling acts on a token; 0 is off"),
-        ("--xtc-threshold", THRESHOLD, 0.1, "P", "above it XTC keeps the least likely token only"),
+        ("--xtc-probability", FRACTION, 0.0, "P", "chance that XTC acts on a token; 0 is off"),
+        ("--xtc-threshold", THRESHOLD, 0.1, "P", "probability above which XTC drops tokens"),
         *((f"--{name}-penalty", t, None, "X", text) for name, (t, text) in PENALTIES.items()),
         ("--stop", STOPS, [], "TEXT", "text that ends a completion; may be repeated"),
-        ("--extra-eos-token", TOKENS, (), "TOKEN", "tokens that end a completion too"),
+        ("--extra-eos-token", TOKENS, (), "TOKEN", "more tokens that end a completion"),
         ("--keep-space", ON_OFF, None, "", KEEP_SPACE),
-        ("--json-schema", _json_file, None, "FILE", "JSON schema that the text follows"),
+        ("--json-schema", _json_file, None, "FILE", "JSON schema that the text must match"),
         ("--logprobs", COUNT_OR_NONE, 0, "N", "also write the N likeliest tokens to --output"),
     ),
     "several completions": (
         ("--n", COUNT, 1, "N", "completions per prompt"),
-        ("--best-of", COUNT, None, "N", "generate N per prompt, keep the --n likeliest on average"),
+        ("--best-of", COUNT, None, "N", "generate N; keep the --n with the highest mean logprob"),
         ("--beams", COUNT, None, "N", "use beam search with N beams instead of sampling"),
-        ("--length-penalty", LENGTH_PENALTY, 1.0, "X", "of --beams: above 0 it favours long texts"),
+        ("--length-penalty", LENGTH_PENALTY, 1.0, "X", "for --beams: above 0 favours long texts"),
         ("--early-stopping", SWITCH, False, "", "for --beams: stop when N beams have ended"),
     ),
     "engine": (
@@ -117,16 +117,16 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--max-running", COUNT, 32, "N", "maximum number of sequences in a batch"),
         ("--prefill-chunk --prefill-step-size", COUNT, 512, "N", "maximum prompt tokens in a step"),
         *cli.engine_flags(),
-        ("--lookahead", ON_OFF, True, "", "start each step before the one before it is read"),
-        ("--no-prewarm", SWITCH, False, "", "compile pipelines and decodes at their first use"),
+        ("--lookahead", ON_OFF, True, "", "launch a step before the last step's tokens are read"),
+        ("--no-prewarm", SWITCH, False, "", "compile GPU pipelines and decode graphs at first use"),
     ),
     "output": (
-        ("--output", str, None, "FILE.jsonl", "write a JSON line per completion, as they finish"),
-        ("--resume", SWITCH, False, "", "skip the prompts that --output has an answer to"),
+        ("--output", str, None, "FILE.jsonl", "write completions as JSON lines when they finish"),
+        ("--resume", SWITCH, False, "", "skip prompts whose answers are in the --output file"),
         ("--overwrite", SWITCH, False, "", "replace an --output file that is not empty"),
         ("--no-logprobs", SWITCH, False, "", "leave the log-probabilities out of --output"),
         ("--stats-json", str, None, "FILE", "write statistics of the run as JSON"),
-        ("--verbose", _switch, True, "{True,False}", "False: no progress, no statistics on stderr"),
+        ("--verbose", _switch, True, "{True,False}", "False: no progress and statistics on stderr"),
     ),
     "metrics": cli.METRICS,
     "flags of mlx_lm.generate that are refused": tuple(

@@ -12,12 +12,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mlx_paged.cli import MEMORY_OR_NONE, Parser
 
     parser = Parser(
-        "mlx_paged.kv_disk", "python -m mlx_paged.kv_disk DIR [options]", description=__doc__
+        "mlx_paged.kv_disk",
+        "python -m mlx_paged.kv_disk DIR [options]",
+        description="List, verify or trim a directory of stored K/V.",
     )
-    parser.add_argument("directory", metavar="DIR", type=Path, help="as given to --kv-disk")
-    verify = "read every record and remove those that are damaged"
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="directory that was given to --kv-disk"
+    )
+    verify = "read all records and remove the damaged records"
     parser.add_argument("--verify", action="store_true", help=verify)
-    trim = "remove the packs unused longest until no more GB are left"
+    trim = "remove the least recently used packs until the directory has at most GB"
     parser.add_argument("--trim", type=MEMORY_OR_NONE, metavar="GB", help=trim)
     args = parser.parse_args(argv)
     parser.require_versions()

@@ -3,14 +3,15 @@
 import json
 import re
 from argparse import Namespace
-from html import unescape
+from html import escape, unescape
 from itertools import pairwise
 
 import pytest
 
+from bench.machine import machine_warnings
 from bench.serving import curves
 from bench.serving.charts import BOTTOM, LEFT, RIGHT, SHORTEST, TOP
-from bench.serving.measures import RATIOS
+from bench.serving.measures import RATIOS, Slo
 from bench.serving.report import write_report
 from bench.serving.results import outcome_of
 from bench.serving.run import Run, Stream, Tick
@@ -31,16 +32,22 @@ def made(name, slowness=1.0, *, ticks=True, fails=False):
     return Run(name, inside if ticks else [], streams, **tail)
 
 
-def written(directory, *runs):
-    """The page, and the content of result.json."""
+def written(directory, *runs, load_average=0.0, **found):
+    """The page, and the content of result.json; `found` by the searches for a rate."""
     args = Namespace(
-        engines=[run.engine for run in runs], target_active=1, slo=None, spike_threshold=None
+        engines=[run.engine for run in runs],
+        target_active=1,
+        slo=Slo(ttft=1.0),
+        attainment=0.9,
+        spike_threshold=None,
     )
     rounds = {run.engine: [run, run] for run in runs}
-    session = Namespace(args=args, runs=rounds, max_rate={}, probes={})
+    session = Namespace(args=args, runs=rounds, **({"max_rate": {}, "probes": {}} | found))
     work = {"requests": 1, "prompt_tokens": 3, "output_tokens": 10, "digest": "abc"}
     about = {"trace": None, "preset": "uniform", "loop": "open", "model": "tiny", "seed": 0}
     about |= {"work": work, "target_active": 1, "spike_threshold": None}
+    machine = {"gemm_gflops": 50.0, "load_average": load_average}
+    about["warnings"] = [*machine_warnings(machine)]
     write_report(directory, outcome_of(session, about, is_partial=False), rounds)
     page = (directory / "index.html").read_text()
     return page, json.loads((directory / "result.json").read_text())
@@ -82,6 +89,37 @@ def test_the_page_begins_with_cards_that_have_the_figures_of_the_json_line(tmp_p
             for name, row in result["engines"].items()
         ]
     assert page.index('<div class="cards">') < page.index("<svg") < page.index("<table")
+
+
+@pytest.mark.parametrize(
+    "attained, found, text",
+    [((1.0, 0.95), 2.0, ">= 2.00"), ((1.0, 0.5), 1.0, "1.00"), ((0.5, 0.0), None, "< 1.00")],
+)
+def test_a_highest_rate_that_is_a_bound_is_marked(attained, found, text, tmp_path):
+    about = {"tokens_per_sec": 1.0, "good_tokens_per_sec": 1.0}
+    probes = [{"rate": i + 1.0, "attainment": a, **about} for i, a in enumerate(attained)]
+    name = "mlx_paged"
+    page, _ = written(tmp_path, made(name), probes={name: probes}, max_rate={name: found})
+    assert f'data-of="max rate/s">{escape(text)}</td>' in page
+    [(_, card)] = cards(page)["streams within the limits"]
+    assert unescape(card).endswith(f"; highest rate {text}/s")
+
+
+def test_a_busy_machine_is_named_on_the_page(tmp_path):
+    page, _ = written(tmp_path, made("mlx_paged"), load_average=1000.0)
+    assert '<p class="warning">busy machine: load average 1000.0 on' in page
+    page, _ = written(tmp_path, made("mlx_paged"))
+    assert 'class="warning"' not in page
+
+
+def test_memory_of_mlx_is_compared_with_engines_on_mlx_only(tmp_path):
+    own, other = made("mlx_paged"), made("llama_cpp", 3)
+    own.peak_mlx_bytes, other.peak_mlx_bytes = 2**20, 2**19
+    page, result = written(tmp_path, own, other)
+    assert result["engines"]["mlx_paged"]["peak_mlx_mib"] == 1.0
+    assert result["engines"]["llama_cpp"]["peak_mlx_mib"] is None
+    assert "peak_mlx_mib" not in result["ratios"]["mlx_paged / llama_cpp"]
+    assert "peak memory of MLX" not in "".join(cards(page))
 
 
 def test_one_server_alone_has_cards_and_charts(tmp_path):
