@@ -90,7 +90,7 @@ class Format:
             is_data: the content follows a schema or a grammar.
         """
         calls = self if tools and (self.openers or self.first_openers) else None
-        inline = Inline(self.marks, self.thoughts, calls, Tools(tools), begin, is_data)
+        inline = Inline(self.marks, self.thoughts, calls, Tools(tools, is_data), begin, is_data)
         inline.silent = self.silent
         return inline
 

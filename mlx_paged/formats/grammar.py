@@ -1,7 +1,7 @@
 """Grammars of calls for llguidance, in its form of Lark."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mlx_paged.formats.marks import Marks, is_token, quoted
@@ -78,15 +78,23 @@ def tagged_rules(
 def _function(marks: Marks, shape: Shape, rule: str, function: Function) -> list[str]:
     schema = resolved(function.schema, function.schema)
     schema = schema if isinstance(schema, dict) else {}
-    properties, required = schema.get("properties"), schema.get("required")
-    properties = properties if isinstance(properties, dict) else {}
+    properties, required = declared(schema)
     parts, rules = list[str](), list[str]()
     for j, (key, own) in enumerate(properties.items()):
         name = f"{rule}_{j}"
-        parts.append(name if isinstance(required, list) and key in required else f"{name}?")
+        parts.append(name if key in required else f"{name}?")
         rules += _parameter(marks, shape, name, shape.parameter[0] + key, own, schema)
     begin = marks.lark(shape.function[0] + function.name + shape.function[1])
     return [f"{rule}: {begin} {' '.join(parts)} {marks.lark(shape.function_end)}", *rules]
+
+
+def declared(schema: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The properties of an object's schema, and the names of those that are required."""
+    properties, required = schema.get("properties"), schema.get("required")
+    return (
+        properties if isinstance(properties, dict) else {},
+        required if isinstance(required, list) else [],
+    )
 
 
 def _parameter(
@@ -119,3 +127,50 @@ def _text(marks: Marks, rule: str, choices: Sequence[Any], end: str) -> list[str
     if before == len(end):
         return [f"{rule}{part}"]
     return [f"{rule}: {rule}_part+ {marks.lark(end[before:])}", f"{rule}_part{part}"]
+
+
+def literal_rules(
+    functions: Sequence[Function],
+    several: bool,
+    around: tuple[str, str, str, str],
+    written: Callable[[str], tuple[str, str | None]],
+) -> list[str]:
+    """Rules of calls with arguments between commas, of which ``calls`` is the first. Arguments come
+    in the order in which they are declared.
+
+    Args:
+        around: see :meth:`Literals.call_rules`.
+        written: see :meth:`Literals.written_values`.
+    """
+    calls, before, behind, end = around
+    rules = [f"calls: {calls}"]
+    rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
+    for i, function in enumerate(functions):
+        rule, schema = f"function_{i}", resolved(function.schema, function.schema)
+        schema = schema if isinstance(schema, dict) else {}
+        properties, required = declared(schema)
+        head = f"{before} {quoted(function.name)} {behind}"
+        rules.append(f"{rule}: {head} {rule}_first_0 {end}")
+        for j, (key, own) in enumerate(properties.items()):
+            text, mark = written(key)
+            rules.append(f"{rule}_{j}: {text} {rule}_{j}_v")
+            rules.append(_literal(f"{rule}_{j}_v", own, schema, mark))
+            for name, comma in (("first", ""), ("more", '", "')):
+                without = "" if key in required else f"| {rule}_{name}_{j + 1}"
+                rules.append(f"{rule}_{name}_{j}: {comma} {rule}_{j} {rule}_more_{j + 1} {without}")
+        rules += [f'{rule}_{name}_{len(properties)}: ""' for name in ("more", "first")]
+    return rules
+
+
+def _literal(rule: str, schema: Any, root: dict[str, Any], mark: str | None) -> str:
+    """The rule of a value. `mark` is around a string, in a grammar's form; None: it is JSON."""
+    types, choices = types_of(schema, root), choices_of(schema, root)
+    if mark is None or (types is not None and "string" not in types):
+        inner = schema if isinstance(schema, dict) else {}
+        inner = {name: root[name] for name in ("$defs", "definitions") if name in root} | inner
+        return f"{rule}: {json_rule(inner)}"
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return f"{rule}: {mark} ({' | '.join(map(quoted, choices))}) {mark}"
+    if mark.startswith("<["):
+        return f"{rule}: {mark} {ANY_TEXT} {mark}"
+    return f"{rule}: {mark} {rule}_t\n{rule}_t[suffix={mark}]: {ANY_TEXT}"

@@ -211,7 +211,7 @@ class Inline:
             self._rest = self._rest[at + (0 if is_call else len(mark)) :]
             return True
         certain = self._rest[: len(self._rest) - kept]
-        if self._is_empty and marks and not certain.strip():
+        if self._is_empty and (marks or self._calls) and not certain.strip():
             if not self._is_ended:  # white space beside calls is not told
                 return False
             certain = "" if self._has_called else certain

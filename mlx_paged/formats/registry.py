@@ -13,13 +13,16 @@ from mlx_paged.formats.hunyuan import Hunyuan
 from mlx_paged.formats.json_tools import JsonTools
 from mlx_paged.formats.kimi_k2 import KimiK2
 from mlx_paged.formats.kimi_k3 import KimiK3
+from mlx_paged.formats.lfm2 import Lfm2
 from mlx_paged.formats.longcat import Longcat
 from mlx_paged.formats.minicpm5 import MiniCpm5
 from mlx_paged.formats.minimax_m2 import MiniMaxM2
 from mlx_paged.formats.mistral import Mistral
 from mlx_paged.formats.muse_spark import MuseSpark
 from mlx_paged.formats.nemotron import Nemotron
+from mlx_paged.formats.olmo3 import Olmo3
 from mlx_paged.formats.phi4_mini import Phi4Mini
+from mlx_paged.formats.pythonic import Pythonic
 from mlx_paged.formats.qwen3_coder import Qwen3Coder
 from mlx_paged.formats.seed_oss import SeedOss
 
@@ -47,6 +50,9 @@ FORMATS: tuple[type[Format], ...] = (
     Apertus,
     Cohere,
     Ernie,
+    Lfm2,
+    Olmo3,
+    Pythonic,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts
 of another comes behind it."""

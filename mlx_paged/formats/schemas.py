@@ -28,18 +28,24 @@ class Tools:
 
     Args:
         tools: in the form of OpenAI's chat completions. Tools of another form are passed over.
+        is_data: the content follows a schema, so that it can look like a call without marks.
 
     Attributes:
         given: `tools` as they were given.
     """
 
-    def __init__(self, tools: Sequence[Any] = ()) -> None:
+    def __init__(self, tools: Sequence[Any] = (), is_data: bool = False) -> None:
         self.given = list(tools)
+        self._is_data = is_data
         self._schemas: dict[str, Schema] = {}
         for tool in tools:
             function = tool.get("function") if isinstance(tool, dict) else None
             if isinstance(function, dict) and isinstance(function.get("name"), str):
                 self._schemas[function["name"]] = function.get("parameters")
+
+    def is_certain(self, name: str) -> bool:
+        """Whether a text without marks that is a call of `name` can be nothing else."""
+        return not self._is_data or name in self._schemas
 
     def keys(self, name: str) -> frozenset[str] | None:
         """The parameters of a function; None: any can be given, for nothing is declared."""

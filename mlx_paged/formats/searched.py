@@ -100,7 +100,7 @@ class Searched(Format):
             for text in texts
         ]
         if self.is_shared:
-            searches.append(Search(scan.text, tools, is_part=True))
+            searches.append(Search(scan.text, tools, is_cut=scan.is_cut, is_part=True))
         for search in searches:
             found = self._search(search)
             if found is not None:
@@ -140,6 +140,7 @@ class Search(NamedTuple):
         is_rest: the text consists of calls and white space; else only its beginning does.
         is_cut: the last call may be cut.
         is_part: the wrapper may be cut behind a function.
+        is_lenient: strings may have quotes within, where the format has another reading, too.
     """
 
     text: str
@@ -148,6 +149,7 @@ class Search(NamedTuple):
     is_rest: bool = False
     is_cut: bool = False
     is_part: bool = False
+    is_lenient: bool = False
 
     def is_end(self, at: int, openers: tuple[str, ...]) -> bool:
         """Whether a reading may end at `at`, behind a call and white space."""
