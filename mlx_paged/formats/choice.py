@@ -20,11 +20,6 @@ from mlx_paged.outputs import describe
 ASK = {"role": "user", "content": "Hello"}
 TOOL_NAME, ARGUMENTS = "read_weather", {"city": "Rome"}
 FUNCTION = {"name": TOOL_NAME, "arguments": ARGUMENTS}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "call00001", "type": "function", "function": FUNCTION}],
-}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {
     "type": "function",
@@ -58,8 +53,27 @@ def chosen(
     if tool_format is not None and named(tool_format) is None:
         known = ", ".join(form.name for form in FORMATS)
         raise ValueError(f"--tool-format: expected one of {known}, got {tool_format!r}")
-    call, problem = _written(tokenizer)
     name = tool_format or _declared(tokenizer)
+    first = _choice(tokenizer, name, marks, style, _written(tokenizer, ARGUMENTS))
+    if first.problem is None:
+        return first
+    second = _choice(tokenizer, name, marks, style, _written(tokenizer, json.dumps(ARGUMENTS)))
+    if second.problem is not None:
+        return first
+    second.format.arguments_are_text = True
+    return second
+
+
+def _choice(
+    tokenizer: Any,
+    name: str | None,
+    marks: Marks,
+    style: thoughts.Thoughts | None,
+    written: tuple[str | None, str | None],
+) -> Choice:
+    """The format of a name, or of a call that is `written` by the chat template, or not."""
+    call, problem = written
+    vocab = tokenizer.get_vocab()
     form = named(name) if name is not None else None
     if form is None and name is None:
         form = _that_reads(call, marks, style, vocab) or _by_vocabulary(vocab)
@@ -118,15 +132,18 @@ def _has_tokens(form: type[Format], vocab: Mapping[str, int]) -> bool:
     return bool(form.tokens) and all(mark in vocab for mark in form.tokens)
 
 
-def _written(tokenizer: Any) -> tuple[str | None, str | None]:
-    """How the chat template writes a call; or None, and why it writes none."""
+def _written(tokenizer: Any, arguments: object) -> tuple[str | None, str | None]:
+    """How the chat template writes a call with these arguments; or None, and why it writes none."""
+    function = {"name": TOOL_NAME, "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
     if not tokenizer.has_chat_template:
         return None, "the model has no chat template"
     try:
         before = _render(tokenizer, ASK)
         if TOOL_NAME not in before:
             return None, "the chat template of the model ignores tools"
-        whole = _render(tokenizer, ASK, CALL)
+        whole = _render(tokenizer, ASK, said)
     except Exception as error:  # a template can raise anything
         return None, f"a tool call of the chat template is not read: {describe(error)}"
     written = whole[len(commonprefix((before, whole))) :]  # noqa: RUF071, of characters

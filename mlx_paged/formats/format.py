@@ -18,6 +18,7 @@ that is written after the documentation of the family. ``registry.py`` lists the
 - A format of several messages with headers derives from :class:`Channels` in ``channels.py``.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -58,6 +59,7 @@ class Format:
         openers: coded texts that begin a call.
         silent: coded texts in the content that are marks of the format and no text.
         first_openers: more of them, which do so only before other content.
+        arguments_are_text: the chat template takes the arguments of a call as JSON in a text.
     """
 
     name: str = ""
@@ -67,6 +69,7 @@ class Format:
     openers: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     first_openers: tuple[str, ...] = ()
+    arguments_are_text: bool = False
 
     def __init__(self, marks: Marks, thoughts: Thoughts | None) -> None:
         self.marks = marks
@@ -131,7 +134,7 @@ class Format:
     def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a chat as the templates of this family take them; `messages` itself is
         not changed."""
-        return messages
+        return [*map(_with_text, messages)] if self.arguments_are_text else messages
 
     def around(self, begin: Begin, parts: Sequence[str]) -> list[str]:
         """Rules of a grammar of whole answers, ``start`` first; none if an answer that begins at
@@ -154,3 +157,14 @@ class Format:
         """Rules of a grammar in llguidance's form of Lark; the rule ``calls`` is one call of a
         function, or `several` of them. None: no grammar of this format is known."""
         return None
+
+
+def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as text."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = dict(call["function"])
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+        calls.append({**call, "function": function})
+    return message | {"tool_calls": calls} if calls else message

@@ -11,8 +11,27 @@ from mlx_paged.formats import thoughts
 from mlx_paged.formats.choice import TOOL, chosen
 from mlx_paged.formats.foreign import Foreign
 from mlx_paged.formats.registry import FORMATS, named
-from tests.support.commands.scripted_models import CALLS, CHANNELS, template
+from tests.support.commands.scripted_models import CALLS, CHANNELS, TURNS, template
 
+CALLS_OF_TEXT = "{% for c in m.tool_calls or [] %}{{ WRITTEN }}{% endfor %}"
+BEGIN, END = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+)
+TEXTS = [
+    ("deepseek_v31", f"{BEGIN}' + c.function.name + '<｜tool▁sep｜>", END),
+    (
+        "deepseek_v3",
+        f"{BEGIN}function<｜tool▁sep｜>' + c.function.name + '\\n```json\\n",
+        f"\\n```{END}",
+    ),
+    (
+        "json_tools",
+        """<tool_call>{"name": "' + c.function.name + '", "arguments": """,
+        "}</tool_call>",
+    ),
+]
+"""Formats, and what their templates write before and behind the text of arguments."""
 MODULES = sorted(module.name for module in pkgutil.iter_modules(tool_parsers.__path__))
 
 
@@ -59,6 +78,19 @@ def test_no_format_of_mlx_lm_is_lost(name, caplog):
 def test_what_the_template_writes_chooses(family):
     found = chosen(tokenizer(template(family)))
     assert (found.format.name, found.problem) == (family, None)
+
+
+@pytest.mark.parametrize(("name", "before", "behind"), TEXTS)
+def test_a_template_that_takes_arguments_as_text_gets_them_so(name, before, behind):
+    written = f"'{before}' + c.function.arguments + '{behind}'"
+    found = chosen(tokenizer(TURNS.replace("CALLS", CALLS_OF_TEXT.replace("WRITTEN", written))))
+    assert (found.format.name, found.problem) == (name, None)
+    function = {"name": "f", "arguments": {"x": "é", "n": 10**20}}
+    given = [{"role": "user"}, {"role": "assistant", "tool_calls": [{"function": function}]}]
+    user, said = found.format.history(given)
+    assert user == given[0] and function["arguments"] == {"x": "é", "n": 10**20}
+    text = '{"x": "é", "n": 100000000000000000000}'
+    assert said["tool_calls"] == [{"function": {"name": "f", "arguments": text}}]
 
 
 def test_harmony_is_chosen_by_its_template_and_by_its_tokens():
