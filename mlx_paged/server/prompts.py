@@ -17,8 +17,8 @@ from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import AS_MANY_AS_FIT, SAMPLING, Fields
 from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.request_body import ContextExceeded
-from mlx_paged.server.templates import joined_turns
 from mlx_paged.server.turn_ends import turn_ends
+from mlx_paged.server.turns import completed, merged
 from mlx_paged.server.workers import may_take_long
 from mlx_paged.vision.images import has_image, in_parts
 
@@ -53,6 +53,7 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
             require(is_free, name, "nothing, for the model has no chat template", True)
             text = convert_chat(fields["messages"], fields["role_mapping"])
             return [Prompt(_tokens(model, text, fields), "")]
+        fields = fields | {"messages": merged(fields["messages"], model.abilities.joins)}
         own, _ = thinking.template_args(model, fields)
         chat_args = template_args | own | fields["chat_template_kwargs"]
         text = _rendered(model, fields, chat_args)
@@ -194,10 +195,10 @@ def _rendered(model: Model, fields: Fields, template_args: dict[str, Any]) -> st
 def _render(
     model: Model, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
-    messages = joined_turns(messages) if model.abilities.joins_turns else messages
     messages = model.format.history(messages)
     messages = in_parts(messages) if model.abilities.only_parts else messages
-    return rendered(model.tokenizer, messages, **options | {"tools": tools or None})
+    tools = completed(tools) if tools else None
+    return rendered(model.tokenizer, messages, **options | {"tools": tools})
 
 
 def _begin(model: Model, fields: Fields, template_args: dict[str, Any], text: str) -> Begin:

@@ -6,10 +6,11 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat.rendering import rendered
-from mlx_paged.server.images import joined
+from mlx_paged.server.turns import JOINED
 from mlx_paged.vision.images import knows_only_parts
 
 ASK = {"role": "user", "content": "Hello"}
+ANSWER = {"role": "assistant", "content": "Hello."}
 
 
 class Abilities(NamedTuple):
@@ -19,7 +20,7 @@ class Abilities(NamedTuple):
     takes_effort: bool = False  # whether it takes `reasoning_effort`
     tools_problem: str | None = "the model has no chat template"  # None: tools can be used
     only_parts: bool = False  # whether it loses a text that is not a part of a list
-    joins_turns: bool = False  # whether it refuses two turns of one role, which are joined then
+    joins: tuple[str, ...] = ()  # roles of which it takes no two turns in a row
 
 
 def tried(tokenizer: TokenizerWrapper) -> Abilities:
@@ -37,29 +38,8 @@ def tried(tokenizer: TokenizerWrapper) -> Abilities:
         next((name for name in switches if _reacts(tokenizer, name, True, False)), None),
         _reacts(tokenizer, "reasoning_effort", "low", "high"),
         only_parts=knows_only_parts(tokenizer),
-        joins_turns=_refuses(tokenizer, ASK, ASK) and not _refuses(tokenizer, ASK),
+        joins=tuple(role for role in JOINED if _takes_one(tokenizer, role)),
     )
-
-
-def joined_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat without two turns of a user, or of the assistant, in a row."""
-    found = list[dict[str, Any]]()
-    for message in messages:
-        is_same = bool(found) and found[-1]["role"] == message["role"]
-        if is_same and message["role"] in ("user", "assistant"):
-            found[-1] = _one_turn(found[-1], message)
-        else:
-            found.append(message)
-    return found
-
-
-def _one_turn(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two turns as one, with the contents and the calls of both."""
-    contents = [turn["content"] for turn in (first, second) if turn.get("content")]
-    calls = [*(first.get("tool_calls") or ()), *(second.get("tool_calls") or ())]
-    content = joined(*contents) if len(contents) == 2 else next(iter(contents), "")
-    turn = first | second | {"content": content}
-    return turn | ({"tool_calls": calls} if calls else {})
 
 
 def _render(tokenizer: TokenizerWrapper, *turns: dict[str, Any], **options: Any) -> str:
@@ -67,13 +47,21 @@ def _render(tokenizer: TokenizerWrapper, *turns: dict[str, Any], **options: Any)
     return rendered(tokenizer, copies, **options)
 
 
-def _refuses(tokenizer: TokenizerWrapper, *turns: dict[str, Any]) -> bool:
-    """Whether the template raises for these turns."""
+def _takes_one(tokenizer: TokenizerWrapper, role: str) -> bool:
+    """Whether prompts with two turns of a role in a row fail, and with one do not."""
+    before, turn = ([], ASK) if role == "user" else ([ASK], ANSWER)
+    behind = [ASK] if before else []
+    return _renders(tokenizer, *before, turn, *behind) and not _renders(
+        tokenizer, *before, turn, turn, *behind
+    )
+
+
+def _renders(tokenizer: TokenizerWrapper, *turns: dict[str, Any]) -> bool:
     try:
         _render(tokenizer, *turns)
     except Exception:  # a template can raise anything
-        return True
-    return False
+        return False
+    return True
 
 
 def _reacts(tokenizer: TokenizerWrapper, name: str, *values: Any) -> bool:

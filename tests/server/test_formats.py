@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_paged.server.templates import joined_turns
+from mlx_paged.server.turns import JOINED, merged
 from tests.support.commands.scripted_models import CHANNELS, called, chat, scripted, template
 from tests.support.commands.server_harness import MODEL, client, only_model, post
 
@@ -341,7 +341,7 @@ def test_joined_turns_have_the_contents_and_the_calls_of_both():
         {"role": "tool", "content": "d"},
         {"role": "tool", "content": "e"},
     ]
-    found = joined_turns(said)
+    found = merged(said, JOINED)
     assert found[0] == {"role": "assistant", "content": "a", "tool_calls": [1, 2]}
     assert "".join(part["text"] for part in found[1]["content"]) == "b\n\nc"
     assert found[2:] == said[4:]
