@@ -31,6 +31,7 @@ class Literals(Searched):
         argument: matches the key of an argument and the mark behind it, with the group ``key``.
         close: the bracket that closes arguments.
         cut: matches what may follow a function if the wrapper is cut.
+        has_string_marks: what is around strings is a mark, which other text seldom has.
         is_bare: a wrapper has no marks, so that it is one only if the rest is calls, too.
     """
 
@@ -42,6 +43,7 @@ class Literals(Searched):
     argument: re.Pattern[str]
     close: str
     cut: re.Pattern[str] = re.compile(".*", re.DOTALL)
+    has_string_marks: bool = False
     is_bare: bool = False
 
     def ends_of_string(self, text: str, at: int, is_lenient: bool) -> Iterator[int]:
@@ -94,7 +96,8 @@ class Literals(Searched):
                 return None
             search = search._replace(is_rest=True)
         found = super()._search(search)
-        if found is None and (search.ends_there or (search.is_rest and not search.is_cut)):
+        is_certain = search.is_rest and (self.has_string_marks or not search.is_cut)
+        if found is None and (search.ends_there or is_certain):
             return super()._search(search._replace(is_lenient=True))
         return found
 

@@ -6,6 +6,8 @@ from mlx_paged.formats.deepseek_dsml import DeepSeekV4, DeepSeekV32
 from mlx_paged.formats.deepseek_v3 import DeepSeekV3, DeepSeekV31
 from mlx_paged.formats.ernie import Ernie
 from mlx_paged.formats.format import Format
+from mlx_paged.formats.function_gemma import FunctionGemma
+from mlx_paged.formats.gemma4 import Gemma4
 from mlx_paged.formats.glm import Glm
 from mlx_paged.formats.granite import Granite
 from mlx_paged.formats.harmony import Harmony
@@ -53,6 +55,8 @@ FORMATS: tuple[type[Format], ...] = (
     Lfm2,
     Olmo3,
     Pythonic,
+    Gemma4,
+    FunctionGemma,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts
 of another comes behind it."""
