@@ -96,7 +96,8 @@ class Chats:
         if images and self._eyes is None:
             raise ValueError("[chat] a message has an image: expected text, the model sees none")
         chat = in_parts(chat) if self._only_parts else chat
-        render = partial(rendered, self._tokenizer, chat, tools=list(tools or ()) or None, **args)
+        turns = self._format.history(chat)
+        render = partial(rendered, self._tokenizer, turns, tools=list(tools or ()) or None, **args)
         begins = {"continue_final_message": True} if continue_final_message else {}
         try:
             text = render(add_generation_prompt=add_generation_prompt, **begins)

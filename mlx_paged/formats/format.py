@@ -161,10 +161,10 @@ class Format:
 
 def _with_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose calls have their arguments as text."""
-    calls = []
-    for call in message.get("tool_calls") or []:
-        function = dict(call["function"])
-        if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
-        calls.append({**call, "function": function})
+    calls = [dict(call) for call in message.get("tool_calls") or []]
+    for call in calls:
+        inner = dict(call.get("function", call))
+        if not isinstance(inner.get("arguments"), str):
+            inner["arguments"] = json.dumps(inner.get("arguments", {}), ensure_ascii=False)
+        call.update({"function": inner} if "function" in call else inner)
     return message | {"tool_calls": calls} if calls else message

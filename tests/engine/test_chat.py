@@ -28,13 +28,17 @@ ASK = [{"role": "user", "content": "Why?"}]
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a\\tb"}}\n</tool_call>'
 
 
-@pytest.fixture(scope="module")
-def engine():
+def made(template, num_blocks):
     model, tokenizer = load_model()
     tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.has_chat_template = True
-    return Engine(model, tokenizer, num_blocks=256, prewarm=False)
+    return Engine(model, tokenizer, num_blocks=num_blocks, prewarm=False)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return made(TEMPLATE, 256)
 
 
 def saying(engine, text, **options):
@@ -53,6 +57,10 @@ def saying(engine, text, **options):
 
 @pytest.fixture
 def prompts(engine, monkeypatch):
+    return recorded(engine, monkeypatch)
+
+
+def recorded(engine, monkeypatch):
     """The texts of the prompts that reach the engine."""
     texts, add = [], engine.add_request
 
@@ -80,6 +88,17 @@ def test_the_template_makes_the_prompt(engine, prompts):
     call = '<tool_call>\n{"name": "read", "arguments": {"path": "x"}}\n</tool_call>'
     assert prompts == [f"<|user|>Why?<|assistant|>{call}<|tool|>file<|assistant|><think>\n"]
     assert history == kept
+
+
+def test_a_template_that_takes_text_gets_arguments_as_text(monkeypatch):
+    template = TEMPLATE.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+    engine = made(template, 16)
+    prompts = recorded(engine, monkeypatch)
+    function = {"name": "read", "arguments": {"path": "x"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    engine.chat([*ASK, said, *ASK], tools=[TOOL], max_tokens=1)
+    assert '{"name": "read", "arguments": {"path": "x"}}\n</tool_call><|user|>' in prompts[0]
+    assert function["arguments"] == {"path": "x"}
 
 
 def test_thoughts_are_apart(engine):
