@@ -35,6 +35,7 @@ COMMENT_AFTER_S = 0.08
 PATIENCE_S = 10.0  # for a prompt to be read: a comment begins the stream, and hides the status
 COMMENT_EVERY_S = 1.0
 COMMENT = b": waiting for the first token\n\n"
+QUIET_S = 10.0  # of a stream that has begun: proxies close one that is silent for a minute
 STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
 STREAM |= {"x-accel-buffering": "no"}  # nginx sends each event on as it comes
 
@@ -56,6 +57,7 @@ class Answer:
     max_tokens: int | None = None  # that the context has room for, if others are asked for
     prompts: list[Prompt] = field(default_factory=list)
     choices: list[CompletionChoice] = field(default_factory=list)
+    sign_of_life: ClassVar[bytes] = b": still generating\n\n"  # of a stream
     names: ClassVar[Mapping[str, str]] = {}  # what fields of chat completions are called
 
     @property
@@ -144,16 +146,28 @@ class Answer:
         return self.head | {"choices": choices, "usage": self._usage()}
 
     async def _stream(self, send: Send) -> None:
-        """Send each piece of text as an event, and comments until the first one."""
-        is_open = False
+        """Send each piece of text as an event, comments until the first one, and later a sign of
+        life whenever nothing was sent for a while."""
+        is_open, latest, lock = False, time.monotonic(), asyncio.Lock()  # an event may be in pieces
 
         async def write(body: bytes, more_body: bool = True) -> None:
-            nonlocal is_open
-            if not is_open:
-                is_open = True
-                raw = [(k.encode(), v.encode()) for k, v in (STREAM | self.headers).items()]
-                await send({"type": "http.response.start", "status": 200, "headers": raw})
-            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+            nonlocal is_open, latest
+            async with lock:
+                if not is_open:
+                    is_open = True
+                    raw = [(k.encode(), v.encode()) for k, v in (STREAM | self.headers).items()]
+                    await send({"type": "http.response.start", "status": 200, "headers": raw})
+                await send({"type": "http.response.body", "body": body, "more_body": more_body})
+                latest = time.monotonic()
+
+        async def live() -> None:
+            await asyncio.wait([comments])
+            while True:
+                await asyncio.sleep(latest + QUIET_S - time.monotonic())
+                async with lock:
+                    is_silent = time.monotonic() >= latest + QUIET_S
+                if is_silent:
+                    await write(self.sign_of_life)
 
         async def comment() -> None:
             with suppress(TimeoutError):
@@ -164,22 +178,25 @@ class Answer:
                 await write(COMMENT)
                 await asyncio.sleep(COMMENT_EVERY_S)
 
-        comments = asyncio.ensure_future(comment())
+        comments, lives = asyncio.ensure_future(comment()), asyncio.ensure_future(live())
         try:
             async with aclosing(self._events()) as events:
                 async for event in events:
                     comments.cancel()
                     if event:
                         await write(event)
+            lives.cancel()
             await write(b"", more_body=False)
         except Refusal as error:
             if not is_open:
                 raise
             comments.cancel()
+            lives.cancel()
             self.failure = str(error)
             await write(self._error_event(error), more_body=False)
         finally:
             comments.cancel()
+            lives.cancel()
 
     async def _events(self) -> AsyncGenerator[bytes]:
         """The events of a stream; empty ones for tokens that add nothing."""

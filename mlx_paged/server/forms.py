@@ -17,6 +17,7 @@ from mlx_paged.server.request_body import Refusal, refusing
 class MessageAnswer(Answer):
     """An answer of Anthropic's Messages API."""
 
+    sign_of_life = messages.event({"type": "ping"})
     names = messages.NAMES
 
     @cached_property

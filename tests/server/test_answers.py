@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlx_paged.server import answers, prompts
+from mlx_paged.server import answers, forms, prompts
 from mlx_paged.server.choices import CompletionChoice
 from tests.support.commands.server_harness import CODE, exchange, live, post
 
@@ -111,3 +111,63 @@ def test_no_comment_follows_an_event(monkeypatch):
 
     asyncio.run(stream())
     assert sent == [None, b"data: 1\n\n", b""]
+
+
+@pytest.mark.parametrize("kind", [answers.Answer, forms.MessageAnswer, forms.ResponseAnswer])
+def test_a_silent_stream_shows_signs_of_life(monkeypatch, kind):
+    """They come between events, also if tokens come that add nothing."""
+    monkeypatch.setattr(answers, "QUIET_S", 0.1)
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
+    sign = ping if kind is forms.MessageAnswer else b": still generating\n\n"
+
+    class Slow(kind):
+        @property
+        def headers(self):
+            return {}
+
+        async def _events(self):
+            self.submitted.set()
+            yield b"data: 1\n\n"
+            for _ in range(7):
+                await asyncio.sleep(0.05)
+                yield b""
+            yield b"data: 2\n\n"
+
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body"))
+
+    async def stream():
+        await Slow(None, "", {}, time.monotonic(), None, None)._stream(send)
+        await asyncio.sleep(0.25)
+
+    asyncio.run(stream())
+    first, *signs, second, end = sent[1:]
+    assert (first, second, end) == (b"data: 1\n\n", b"data: 2\n\n", b"")
+    assert signs and set(signs) == {sign}
+
+
+def test_a_sign_of_life_cuts_no_event_in_two(monkeypatch):
+    """The client is slow to read an event, which is sent in pieces."""
+    monkeypatch.setattr(answers, "QUIET_S", 0.05)
+
+    class Long(answers.Answer):
+        @property
+        def headers(self):
+            return {}
+
+        async def _events(self):
+            self.submitted.set()
+            yield b"data: 1\n\n"
+            yield b"data: 2\n\n"
+
+    sent = []
+
+    async def send(message):
+        for part in message.get("body", b"").split(b" "):
+            await asyncio.sleep(0.12)
+            sent.append(part)
+
+    asyncio.run(Long(None, "", {}, time.monotonic(), None, None)._stream(send))
+    assert sent[1:] == [b"data:", b"1\n\n", b"data:", b"2\n\n", b""]
