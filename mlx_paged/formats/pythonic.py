@@ -7,6 +7,7 @@ import ast
 import re
 from collections.abc import Iterator
 from math import isfinite
+from typing import ClassVar
 
 from mlx_paged.formats.events import NoCall
 from mlx_paged.formats.json_text import MAX_DIGITS, is_number, written
@@ -89,8 +90,8 @@ class Pythonic(PythonLiterals):
     """A list without marks, which is the whole answer."""
 
     name = "pythonic_list"
-    aliases = ("gemma3",)
-    first_openers = ("[",)
+    aliases: ClassVar[tuple[str, ...]] = ("gemma3",)
+    first_openers: tuple[str, ...] = ("[",)
     is_bare = True
     start = re.compile(r"\[\s*")
     stop = re.compile(r"\s*,?\s*\]")

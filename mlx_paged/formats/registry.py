@@ -16,6 +16,8 @@ from mlx_paged.formats.json_tools import JsonTools
 from mlx_paged.formats.kimi_k2 import KimiK2
 from mlx_paged.formats.kimi_k3 import KimiK3
 from mlx_paged.formats.lfm2 import Lfm2
+from mlx_paged.formats.llama3 import Llama3
+from mlx_paged.formats.llama4 import Llama4
 from mlx_paged.formats.longcat import Longcat
 from mlx_paged.formats.minicpm5 import MiniCpm5
 from mlx_paged.formats.minimax_m2 import MiniMaxM2
@@ -57,6 +59,8 @@ FORMATS: tuple[type[Format], ...] = (
     Pythonic,
     Gemma4,
     FunctionGemma,
+    Llama3,
+    Llama4,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts
 of another comes behind it."""
