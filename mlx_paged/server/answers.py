@@ -3,31 +3,29 @@
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
 
-from mlx_lm.server import get_system_fingerprint
 from starlette.datastructures import State
 from starlette.types import Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ticket import Ticket
-from mlx_paged.sampling_params import GRAMMARS, SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import prompts, thinking
 from mlx_paged.server.choices import CompletionChoice
 from mlx_paged.server.deltas import Delta
-from mlx_paged.server.fields import Fields
 from mlx_paged.server.held_bytes import ENTRY_BYTES, Share
-from mlx_paged.server.json_text import JsonAnswer, written
+from mlx_paged.server.json_answer import JsonAnswer
+from mlx_paged.server.json_text import written
 from mlx_paged.server.loaded_model import Model
-from mlx_paged.server.prompts import Prompt
-from mlx_paged.server.request_body import Refusal, refusing
+from mlx_paged.server.replies import Reply
+from mlx_paged.server.request_body import Refusal
 from mlx_paged.server.request_log import GONE, record_of
 from mlx_paged.server.tickets import Tickets
 
@@ -40,13 +38,12 @@ STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
 STREAM |= {"x-accel-buffering": "no"}  # nginx sends each event on as it comes
 
 
-@dataclass
-class Answer:
+@dataclass(kw_only=True)
+class Answer(Reply):
     """One answer, an ASGI application."""
 
     state: State  # of Starlette's application
     path: str  # of the model
-    fields: Fields
     arrived: float  # by time.monotonic
     threads: Executor | None  # that encode the prompt; None: those of the event loop
     share: Share  # bytes that are held for it
@@ -55,10 +52,7 @@ class Answer:
     submitted: asyncio.Event = field(default_factory=asyncio.Event)  # what it asks for can be done
     ignored: list[str] = field(default_factory=list)  # fields without effect
     max_tokens: int | None = None  # that the context has room for, if others are asked for
-    prompts: list[Prompt] = field(default_factory=list)
-    choices: list[CompletionChoice] = field(default_factory=list)
     sign_of_life: ClassVar[bytes] = b": still generating\n\n"  # of a stream
-    names: ClassVar[Mapping[str, str]] = {}  # what fields of chat completions are called
 
     @property
     def headers(self) -> dict[str, str]:
@@ -80,18 +74,6 @@ class Answer:
             if len(self.state.seen) < 1000:
                 self.state.seen.add(name)
                 logging.warning("requests have the field %.80r, which is ignored", name)
-
-    @cached_property
-    def head(self) -> dict[str, Any]:
-        """The part of the answer that all its packets have."""
-        is_chat, end = "messages" in self.fields, ".chunk" if self.fields["stream"] else ""
-        return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4()}",
-            "system_fingerprint": get_system_fingerprint(),
-            "object": f"chat.completion{end}" if is_chat else "text_completion",
-            "model": self.fields["model"],
-            "created": int(time.time()),
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, until the client disconnects."""
@@ -116,7 +98,7 @@ class Answer:
         """What the log tells of the answer."""
         if not self.choices:
             return []
-        usage, seconds = Answer._usage(self), self.first_seconds
+        usage, seconds = Reply.usage(self), self.first_seconds
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         tokens = f"{usage['prompt_tokens']} tokens in, {cached} cached"
         first = [] if seconds is None else [f"first after {seconds:.3f} s"]
@@ -133,17 +115,11 @@ class Answer:
                 whole.setdefault(choice.index, Delta()).add(delta)
 
         def make() -> JsonAnswer:
-            return JsonAnswer(self._answer(whole), headers=self.headers)
+            return JsonAnswer(self.whole(whole), headers=self.headers)
 
         answer = await asyncio.to_thread(make)  # it may describe a long prompt
         self.share.grow(len(answer.body), "the answer")
         await answer(scope, receive, send)
-
-    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
-        """The answer of all choices, whose parts `whole` has."""
-        kept = [choice.entry(whole[choice.index]) for choice in self._best()]
-        choices = [entry | {"index": index} for index, entry in enumerate(kept)]
-        return self.head | {"choices": choices, "usage": self._usage()}
 
     async def _stream(self, send: Send) -> None:
         """Send each piece of text as an event, comments until the first one, and later a sign of
@@ -209,11 +185,11 @@ class Answer:
                 for entry in (*entries, choice.entry(last)):
                     part: dict[str, Any] = {"choices": [entry]}
                     if options.get("continuous_usage_stats"):
-                        part["usage"] = self._usage()
+                        part["usage"] = self.usage()
                     events += f"data: {begin}, {written(part)[1:]}\n\n".encode()
                 yield events if delta or choice.completion is not None else b""
         if options.get("include_usage"):
-            yield _event(self.head | {"choices": [], "usage": self._usage()})
+            yield _event(self.head | {"choices": [], "usage": self.usage()})
         yield b"data: [DONE]\n\n"
 
     def _error_event(self, error: Refusal) -> bytes:
@@ -228,7 +204,7 @@ class Answer:
         async with self.state.models.use(self.path, places) as model, AsyncExitStack() as stack:
             self.ignore(thinking.template_args(model, fields)[1])
             self.ignore(prompts.without_effect(model, fields))
-            with self._refusing():
+            with self.refusing():
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
                 self.share.grow(self._num_scores(params) * ENTRY_BYTES, "the answer")
@@ -236,7 +212,7 @@ class Answer:
                 stack.enter_context(model.holding(sum(s.nbytes for s in sights if s is not None)))
                 for each in params:
                     if not model.service.has_compiled(each):
-                        await run(self.state.compiles, self._compile, model, each)
+                        await run(self.state.compiles, self.compile, model.service.compile, each)
                 submit = partial(self._submit, model, params)
                 tickets = Tickets(submit, num_prompts, samples, places)
                 stack.enter_context(_kept(tickets, self.state.open_tickets))
@@ -275,36 +251,19 @@ class Answer:
                     metrics.ended(self.path, reason, *times)
 
     def _read(self, model: Model) -> list[SamplingParams]:
-        """Encode the prompts; how the tokens after each are chosen."""
+        """As :meth:`read`, with the server's defaults."""
         fields, args = self.fields, self.state.args
-        self.prompts = prompts.encode(model, fields, args.chat_template_args)
-        found = [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
+        found = self.read(model, args, args.chat_template_args)
         most = min((params.max_tokens for params in found), default=None)
         if fields["max_tokens"] not in (None, 0, most):
             self.max_tokens = most
         return found
-
-    def _compile(self, model: Model, params: SamplingParams) -> None:
-        """Compile a grammar. If that of "a call or an answer" is wrong, find which of both is."""
-        try:
-            model.service.compile(params)
-        except ValueError:
-            if prompts.may_answer_or_call(self.fields):
-                model.service.compile(SamplingParams(**self.fields["constraint"]))
-                with refusing(dict.fromkeys(GRAMMARS, "tools")):
-                    raise
-            raise
 
     def _num_scores(self, params: list[SamplingParams]) -> int:
         """Log-probabilities of tokens of the prompts that are wanted."""
         pairs = zip(self.prompts, params, strict=True)
         counts = ((len(prompt.tokens), own.prompt_logprobs) for prompt, own in pairs)
         return sum(length * (1 + n) for length, n in counts if n is not None)
-
-    def _refusing(self) -> AbstractContextManager[None]:
-        """Refuses a request with the errors of the engine, in the names of its API."""
-        source = self.names.get(self.fields["constrained_by"], self.fields["constrained_by"])
-        return refusing({**self.names, **dict.fromkeys(GRAMMARS, source)})
 
     async def _submit(
         self, model: Model, params: list[SamplingParams], first: int, last: int
@@ -327,30 +286,8 @@ class Answer:
                 raise
             return ids
 
-        with self._refusing():
+        with self.refusing():
             return await asyncio.to_thread(model.service.adopt, add)
-
-    def _best(self) -> list[CompletionChoice]:
-        """The `n` likeliest of the choices of each prompt."""
-        n, count, found = self.fields["n"], self.fields["best_of"], list[CompletionChoice]()
-        for first in range(0, len(self.choices), count):
-            group = self.choices[first : first + count]
-            by_mean = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)
-            found += group if n == count else by_mean[:n]
-        return found
-
-    def _usage(self) -> dict[str, Any]:
-        prompt = sum(len(prompt.tokens) for prompt in self.prompts)
-        generated = sum(choice.num_tokens for choice in self.choices)
-        thoughts = sum(choice.num_thoughts for choice in self.choices)
-        cached = sum(choice.num_cached for choice in self.choices[:: self.fields["best_of"]])
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"reasoning_tokens": thoughts},
-        }
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from mlx_paged.server.answers import Answer
 from mlx_paged.server.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
 from mlx_paged.server.held_bytes import PART_BYTES, HeldBytes, Share, send_in_pieces, share_of
-from mlx_paged.server.json_text import JsonAnswer
+from mlx_paged.server.json_answer import JsonAnswer
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
 from mlx_paged.server.request_body import Refusal, refusing
@@ -259,7 +259,9 @@ async def _complete(request: Request) -> Answer | Response:
     if any(has_image(message.get("content")) for message in fields.get("messages", ())):
         threads = state.images
     path = await asyncio.to_thread(models.names.path, fields["model"])
-    answer = APIS[url][0](state, path, fields, arrived, threads, share)
+    answer = APIS[url][0](
+        state=state, path=path, fields=fields, arrived=arrived, threads=threads, share=share
+    )
     answer.ignore(unknown)
     if url == COUNT_TOKENS:
         return JsonAnswer({"input_tokens": await count_tokens(answer)}, headers=answer.headers)

@@ -15,7 +15,7 @@ from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.server.deltas import Delta, Placed
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.loaded_model import Model
+from mlx_paged.server.model_traits import ModelTraits
 from mlx_paged.server.prompts import Prompt
 from mlx_paged.server.request_body import Refusal
 
@@ -49,7 +49,7 @@ class CompletionChoice:
     """Collects the tokens of one completion, which is choice `index` of the answer. The format of
     the model finds thoughts and calls. Stop strings count in the content only."""
 
-    def __init__(self, index: int, model: Model, fields: Fields, prompt: Prompt) -> None:
+    def __init__(self, index: int, model: ModelTraits, fields: Fields, prompt: Prompt) -> None:
         self.index = index
         self.num_tokens = 0  # tokens until the end of the choice
         self.num_thoughts = 0  # those of them that are reasoning
@@ -106,7 +106,7 @@ class CompletionChoice:
             return Refusal(400, f"{name}: {error.rpartition('[SamplingParams] ')[2]}", param=name)
         if error is not None:
             return Refusal(500, f"the completion failed: {error}")
-        runs = self._model.service.is_running
+        runs = self._model.is_running
         why = "the client reads too slowly" if runs else "the server is stopping"
         return Refusal(503, f"the answer ended early: {why}")
 

@@ -2,15 +2,15 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
-from mlx_paged.server import messages, prompts, responses
+from mlx_paged.server import messages, prompts
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.deltas import Delta
+from mlx_paged.server.replies import ResponseReply
 from mlx_paged.server.request_body import Refusal, refusing
 
 
@@ -25,9 +25,9 @@ class MessageAnswer(Answer):
         own = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
         return own | {"model": self.fields["model"]}
 
-    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
-        content = messages.Blocks.of(whole[0])
-        return self.head | {"content": content} | self._end() | {"usage": self._usage()}
+    def whole(self, parts: dict[int, Delta]) -> dict[str, Any]:
+        content = messages.Blocks.of(parts[0])
+        return self.head | {"content": content} | self._end() | {"usage": self.usage()}
 
     async def _events(self) -> AsyncGenerator[bytes]:
         blocks, is_begun = messages.Blocks(), False
@@ -35,12 +35,12 @@ class MessageAnswer(Answer):
             async for _, delta in pieces:
                 if not is_begun:
                     is_begun, none = True, {"stop_reason": None, "stop_sequence": None}
-                    begun = self.head | {"content": [], "usage": self._usage()} | none
+                    begun = self.head | {"content": [], "usage": self.usage()} | none
                     yield messages.event({"type": "message_start", "message": begun})
                 parts = messages.Blocks.of(delta)
                 yield b"".join(blocks.events(parts))
         yield b"".join(blocks.end())
-        end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        end = {"type": "message_delta", "delta": self._end(), "usage": self.usage()}
         yield messages.event(end) + messages.event({"type": "message_stop"})
 
     def _error_event(self, error: Refusal) -> bytes:
@@ -53,8 +53,8 @@ class MessageAnswer(Answer):
         reason = messages.REASONS.get(choice.finish_reason or "")
         return {"stop_reason": reason, "stop_sequence": None}
 
-    def _usage(self) -> dict[str, Any]:
-        usage = super()._usage()
+    def usage(self) -> dict[str, Any]:
+        usage = super().usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -64,46 +64,17 @@ class MessageAnswer(Answer):
         }
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(ResponseReply, Answer):
     """An answer of OpenAI's Responses API."""
-
-    names = responses.NAMES
-
-    @cached_property
-    def items(self) -> responses.Items:
-        return responses.Items(self.fields["body"])
-
-    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
-        for _ in chain(self._new(whole[0]), self._end()):
-            pass
-        return self.items.response
 
     async def _events(self) -> AsyncGenerator[bytes]:
         async with aclosing(self._pieces()) as pieces:
             async for _, delta in pieces:
-                yield b"".join(self._new(delta))
-        yield b"".join(self._end())
+                yield b"".join(self.items.add(delta))
+        yield b"".join(self.end())
 
     def _error_event(self, error: Refusal) -> bytes:
         return b"".join(self.items.fail(error))
-
-    def _new(self, delta: Delta) -> Iterator[bytes]:
-        return self.items.add(delta)
-
-    def _end(self) -> Iterator[bytes]:
-        (choice,) = self.choices
-        return self.items.end(choice.finish_reason != "length", self._usage())
-
-    def _usage(self) -> dict[str, Any]:
-        usage = super()._usage()
-        details = usage["prompt_tokens_details"] | {"cache_write_tokens": 0}
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": details,
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-        }
 
 
 async def count_tokens(answer: Answer) -> int:

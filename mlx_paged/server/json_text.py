@@ -4,8 +4,6 @@ import json
 import math
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 MAX_DEPTH = 200  # lists and objects within each other; Python's own parser ends near 1,000
 MAX_DIGITS = 100  # of an integer; Python writes no integer with more than 4,300
 MAX_MARKS = 1 << 21  # commas and brackets; so Python's parser keeps other threads waiting shortly
@@ -34,13 +32,19 @@ def parse(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ValueError("the body is not a JSON object")
+    check_values(body)
+    return body
+
+
+def check_values(body: dict[str, Any]) -> None:
+    """Raise ValueError, which names the field, for a body with a value that :func:`parse` takes in
+    no field."""
     check_fields(body)
     for name, value in body.items():
         if not _is_text(name):
             raise ValueError(f"field {name!r:.80}: expected a name without half a character")
         if expected := _expected(value):
             raise ValueError(f"{name[:80]}: expected {expected}")
-    return body
 
 
 def check_fields(body: dict[str, Any]) -> None:
@@ -90,10 +94,3 @@ def _is_text(text: str) -> bool:
 def written(content: Any) -> str:
     """`content` as JSON in ASCII. Raises ValueError for numbers that JSON has not."""
     return json.dumps(content, allow_nan=False)
-
-
-class JsonAnswer(JSONResponse):
-    """An answer of JSON in ASCII, which every text of Python can be written in."""
-
-    def render(self, content: Any) -> bytes:
-        return written(content).encode()

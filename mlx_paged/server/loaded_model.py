@@ -10,26 +10,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.cli import NUM_DRAFTS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
-from mlx_paged.engine.token_ids import TokenIds
-from mlx_paged.formats import choice
-from mlx_paged.formats.format import Format
 from mlx_paged.kv.memory import default_kv_memory
 from mlx_paged.loading import load_with_config, positions
 from mlx_paged.outputs import describe
 from mlx_paged.runner.ranks import joined
 from mlx_paged.server.flags import engine_options
+from mlx_paged.server.model_traits import ModelTraits, format_of, traits_of
 from mlx_paged.server.request_body import Refusal
-from mlx_paged.server.templates import Abilities, tried
-from mlx_paged.vision.prompts import Eyes
 
 T = TypeVar("T")
 
@@ -37,25 +32,20 @@ MAX_HELD = 1 << 30
 """Bytes of processed images that the requests of a model hold, unless one of them has more."""
 
 
-@dataclass(eq=False, slots=True)
-class Model:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Model(ModelTraits):
     """A loaded model and its engine."""
 
     name: str
-    tokenizer: TokenizerWrapper
     service: EngineService
-    format: Format  # of its thoughts and calls
-    token_ids: TokenIds  # checks ids that requests give
-    xtc_special_tokens: frozenset[int]
-    max_context: int  # tokens of prompt and completion: the model's, or what the pool can serve
-    longest_token: int  # bytes
-    abilities: Abilities  # of its chat template
-    has_states: bool  # of recurrent layers, so that only prompts up to kept ones are shared
-    eyes: Eyes | None = None  # makes its prompts with images
     taken: int = 0  # completions that run or wait
     held: int = 0  # bytes of their images
     last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_running(self) -> bool:
+        return self.service.is_running
 
     def take(self, change: int) -> None:
         self.taken += change
@@ -94,11 +84,7 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
             tokenizer.has_chat_template = True
     except Exception as error:
         raise ValueError(f"model {path}: {describe(error)}") from error
-    form, tools_problem = choice.chosen(tokenizer, args.tool_format, args.reasoning_format)
-    for mark in form.final_marks:
-        if mark in tokenizer.get_vocab():
-            tokenizer.add_eos_token(mark)
-    abilities = tried(tokenizer)._replace(tools_problem=tools_problem)
+    form, abilities = format_of(tokenizer, args.tool_format, args.reasoning_format)
     options = engine_options(args)
     if options["kv_memory"] is not None:
         options["kv_memory"] //= max(1, args.max_models)
@@ -116,10 +102,10 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
     room = bisect_right(tokens, allocator.num_blocks, key=allocator.max_blocks)
     if wanted and room < wanted:
         logging.warning("%s: the KV pool has room for %d of %d tokens", path, room, wanted)
-    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
     if abilities.tools_problem:
         logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
-    newline = tokenizer.encode("\n", add_special_tokens=False)
+    eyes = getattr(model, "eyes", None)
+    traits = traits_of(engine, tokenizer, form, abilities, room, eyes)
     service = EngineService(engine).start()
     try:
         service.call(lambda engine: None)  # it returns when the service has traced its decodes
@@ -128,21 +114,8 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         if not isinstance(error, RuntimeError):
             raise
         raise ValueError(f"model {path}: {describe(error.__cause__ or error)}") from error
-    return Model(
-        name=path,
-        tokenizer=tokenizer,
-        service=service,
-        format=form,
-        token_ids=engine.token_ids,
-        xtc_special_tokens=frozenset(
-            engine.token_ids.with_columns({*newline, *tokenizer.eos_token_ids})
-        ),
-        max_context=room,
-        longest_token=longest,
-        abilities=abilities,
-        has_states=not engine.scheduler.rewinds,
-        eyes=getattr(model, "eyes", None),
-    )
+    given = {each.name: getattr(traits, each.name) for each in fields(traits)}
+    return Model(name=path, service=service, **given)
 
 
 def release(service: EngineService) -> None:

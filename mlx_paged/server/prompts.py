@@ -15,7 +15,7 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints, images, thinking
 from mlx_paged.server.constraints import require
 from mlx_paged.server.fields import AS_MANY_AS_FIT, SAMPLING, Fields
-from mlx_paged.server.loaded_model import Model
+from mlx_paged.server.model_traits import ModelTraits
 from mlx_paged.server.request_body import ContextExceeded
 from mlx_paged.server.turn_ends import turn_ends
 from mlx_paged.server.turns import completed, merged
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
     turn_ends: tuple[int, ...] = ()  # where later prompts may depart from it
 
 
-def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[Prompt]:
+def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) -> list[Prompt]:
     """The prompts of a request; `template_args` are defaults for the chat template. Raises
     ValueError if no prompt can be made of the request, ContextExceeded if it is too long."""
     tokenizer = model.tokenizer
@@ -76,7 +76,7 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
         raise ValueError(f"no prompt can be made of the request: {error}") from error
 
 
-def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> SamplingParams:
+def sampling(model: ModelTraits, prompt: Prompt, fields: Fields, args: Namespace) -> SamplingParams:
     """How the tokens after `prompt` are chosen; `args` has the defaults. Raises ValueError if a
     field is outside its range, ContextExceeded if prompt and completion do not fit together."""
     options = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
@@ -121,13 +121,13 @@ def may_answer_or_call(fields: Fields) -> bool:
     return bool(fields["constraint"] and fields.get("tools") and not fields["must_call"])
 
 
-def without_effect(model: Model, fields: Fields) -> list[str]:
+def without_effect(model: ModelTraits, fields: Fields) -> list[str]:
     """The names of fields that the model cannot obey beside others."""
     can_call = constraints.leaves_calls(model.format, fields["constraint"])
     return ["tools"] if may_answer_or_call(fields) and not can_call else []
 
 
-def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Options:
+def _constraint(model: ModelTraits, prompt: Prompt, fields: Fields) -> constraints.Options:
     content: constraints.Options = fields["constraint"]
     calls = constraints.NOTHING
     if fields["must_call"]:
@@ -140,7 +140,7 @@ def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Opt
     return constraints.of_answer(model.format, prompt.begin, content, calls)
 
 
-def _num_most(model: Model, fields: Fields, num_prompt: int, args: Namespace) -> int:
+def _num_most(model: ModelTraits, fields: Fields, num_prompt: int, args: Namespace) -> int:
     """How many tokens may follow a prompt: what is asked for, or else the default, as far as the
     context has room. Raises ValueError, also ContextExceeded, if it has no room for what must be
     obeyed."""
@@ -155,7 +155,7 @@ def _num_most(model: Model, fields: Fields, num_prompt: int, args: Namespace) ->
     return max(most, int(asked != 0))
 
 
-def _check_room(model: Model, fields: Fields, num_prompt: int) -> None:
+def _check_room(model: ModelTraits, fields: Fields, num_prompt: int) -> None:
     """Raise ContextExceeded, which tells what the request asks for, if so many tokens of a prompt
     leave no room for an answer."""
     asked = fields["max_tokens"]
@@ -165,14 +165,14 @@ def _check_room(model: Model, fields: Fields, num_prompt: int) -> None:
         raise ContextExceeded(num_prompt, num_new, model.max_context, param)
 
 
-def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
+def _of_text(model: ModelTraits, prompt: str | list[int], fields: Fields) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(_tokens(model, prompt, fields), prompt if fields["echo"] else "")
     _check_room(model, fields, len(prompt))
     return Prompt(prompt, model.tokenizer.decode(prompt) if fields["echo"] else "")
 
 
-def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int]:
+def _tokens(model: ModelTraits, text: str, fields: Fields, **options: Any) -> list[int]:
     """Token ids of a text, if its bytes can fit. Other threads run while they are computed."""
     num_bytes = len(text.encode())
     if num_bytes > model.max_context * model.longest_token:
@@ -183,7 +183,7 @@ def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int
     return tokens
 
 
-def _rendered(model: Model, fields: Fields, template_args: dict[str, Any]) -> str:
+def _rendered(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) -> str:
     messages, continues = fields["messages"], fields["continue_final_message"]
     process_message_content([m for m in messages if not has_image(m.get("content"))])
     begins = fields["add_generation_prompt"]
@@ -193,7 +193,7 @@ def _rendered(model: Model, fields: Fields, template_args: dict[str, Any]) -> st
 
 
 def _render(
-    model: Model, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
+    model: ModelTraits, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
     messages = model.format.history(messages)
     messages = in_parts(messages) if model.abilities.only_parts else messages
@@ -201,7 +201,7 @@ def _render(
     return rendered(model.tokenizer, messages, **options | {"tools": tools})
 
 
-def _begin(model: Model, fields: Fields, template_args: dict[str, Any], text: str) -> Begin:
+def _begin(model: ModelTraits, fields: Fields, template_args: dict[str, Any], text: str) -> Begin:
     """Where the answer to a prompt begins."""
     options = template_args | {"add_generation_prompt": False}
     return begin_of(

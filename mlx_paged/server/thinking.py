@@ -6,7 +6,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.loaded_model import Model
+from mlx_paged.server.model_traits import ModelTraits
 
 SPACES = (" ", "  ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", " \n")
 """White space that models write before a thought, each one token."""
@@ -14,7 +14,7 @@ SPACES = (" ", "  ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", " \n")
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
-def template_args(model: Model, fields: Fields) -> tuple[Fields, list[str]]:
+def template_args(model: ModelTraits, fields: Fields) -> tuple[Fields, list[str]]:
     """Arguments of the chat template that obey the fields about thinking, and the names of fields
     that cannot be obeyed: the template does not know them, or the model never thinks."""
     abilities, thinks = model.abilities, model.format.thinks
@@ -37,7 +37,7 @@ def template_args(model: Model, fields: Fields) -> tuple[Fields, list[str]]:
 
 
 def limit(
-    model: Model, num_prompt: int, is_open: bool, budget: int, may_call: bool = False
+    model: ModelTraits, num_prompt: int, is_open: bool, budget: int, may_call: bool = False
 ) -> Processor:
     """A processor of logits that lets the thought at the beginning of an answer have `budget`
     tokens; the tokens that end it follow then. It evaluates nothing.

@@ -106,7 +106,8 @@ def test_no_comment_follows_an_event(monkeypatch):
         sent.append(message.get("body"))
 
     async def stream():
-        await Quick(None, "", {}, time.monotonic(), None, None)._stream(send)
+        given = {"state": None, "path": "", "fields": {}, "threads": None, "share": None}
+        await Quick(arrived=time.monotonic(), **given)._stream(send)
         await asyncio.sleep(0.1)
 
     asyncio.run(stream())
