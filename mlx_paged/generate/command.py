@@ -4,13 +4,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_paged.cli import Parser
 from mlx_paged.engine.engine import Engine
+from mlx_paged.generate.batch_job import BatchModel, make_batch_job
+from mlx_paged.generate.flags import check_batch_flags
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
+from mlx_paged.generate.prompts_file import PromptSpec
 from mlx_paged.generate.report import (
     RULE,
     Progress,
@@ -27,7 +30,6 @@ from mlx_paged.generate.results_file import (
 )
 from mlx_paged.loading import context_length, engine_options, load_model
 from mlx_paged.outputs import Completion
-from mlx_paged.request import FinishReason
 from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.starting import INTERRUPTED
 from mlx_paged.vision.images import knows_only_parts
@@ -77,6 +79,8 @@ def _prepare(args: argparse.Namespace) -> Prepared:
         joined(load_model(args.model, args.adapter_path, args.trust_remote_code, args.vision)[0])
     check_files(args)
     specs = prompt_specs(args)
+    if any(spec.batch is not None for spec in specs):
+        check_batch_flags(args)
     for path in written_files(args).values():  # a path that cannot be written fails before the work
         Path(path).open("a", encoding="utf-8").close()
     files = args.model, args.adapter_path, args.trust_remote_code
@@ -89,11 +93,15 @@ def _prepare(args: argparse.Namespace) -> Prepared:
         raise ValueError(f"--extra-eos-token: {error}") from error
     params = params_of(args, tokenizer)
     sight = getattr(model, "eyes", None), knows_only_parts(tokenizer)
-    given = params, tokenizer, args, *sight, context_length(args.model)
-    jobs = [make_job(i, spec, *given) for i, spec in enumerate(specs, start=1)]
+    context = context_length(args.model)
+    if specs[0].batch is not None:
+        jobs = _batch_jobs(specs, BatchModel(model, tokenizer, args, context))
+    else:
+        given = params, tokenizer, args, *sight, context
+        jobs = [make_job(i, spec, *given) for i, spec in enumerate(specs, start=1)]
     answered = read_answers(args.output, jobs) if args.resume else {}
     jobs = [job for job in jobs if job.number not in answered]
-    if args.beams is None and any(j.count > 1 and j.params.temperature == 0 for j in jobs):
+    if any(job.repeats for job in jobs):
         print(SAME_TEXTS, file=sys.stderr)
     engine = Engine(
         model,
@@ -112,12 +120,23 @@ def _prepare(args: argparse.Namespace) -> Prepared:
     return Prepared(engine, jobs, ids, refusals, answered)
 
 
+def _batch_jobs(specs: Sequence[PromptSpec], model: BatchModel) -> list[Job]:
+    """The jobs of OpenAI's batch lines. One line on stderr names fields without effect."""
+    jobs = [make_batch_job(i, spec, model) for i, spec in enumerate(specs, start=1)]
+    ignored = sorted({name for job in jobs for name in job.line.ignored})
+    if ignored:
+        text = f"bodies have fields that are ignored: {', '.join(ignored)[:1000]}"
+        print(f"mlx_paged.generate: warning: {text}", file=sys.stderr)
+    return [*jobs]
+
+
 def _run(prepared: Prepared, args: argparse.Namespace) -> int:
     """Generate, print the texts, write the files. Ctrl-C keeps the finished prompts."""
     engine, jobs, answered = prepared.engine, prepared.jobs, prepared.answered
     total = len(jobs) + len(answered)
     is_printed = args.output is None
     is_single = total == len(jobs) == 1 and jobs[0].count == 1 and args.beams is None
+    is_single = is_single and jobs[0].spec.batch is None
     streams = is_single and is_printed
     results: list[Result] = []
     status = 0
@@ -147,10 +166,9 @@ def _run(prepared: Prepared, args: argparse.Namespace) -> int:
         Path(args.stats_json).write_text(stats + "\n", encoding="utf-8")
     engine.close()
     for result in results:
-        for completion in result.completions:
-            if completion.finish_reason is FinishReason.ERROR:
-                print(f"{result.job.spec.source}: {completion.error}", file=sys.stderr)
-                status = FAILED
+        for error in result.errors:
+            print(f"{result.job.spec.source}: {error}", file=sys.stderr)
+            status = FAILED
     return status
 
 
@@ -164,7 +182,9 @@ def _finished(prepared: Prepared, *, streams: bool, shows: bool) -> Iterator[Res
     if streams and shows:
         print(RULE, file=sys.stderr)
     owners = {
-        each: (job, group) for job, group in zip(jobs, prepared.ids, strict=True) for each in group
+        each: (job, group, place)
+        for job, group in zip(jobs, prepared.ids, strict=True)
+        for place, each in enumerate(group)
     }
     done: dict[int, Completion] = {}
     prompt_tokens = sum(len(job.tokens) for job in jobs)
@@ -175,9 +195,12 @@ def _finished(prepared: Prepared, *, streams: bool, shows: bool) -> Iterator[Res
                     if sys.stdout.isatty():
                         bar.close()  # now the text shows the progress
                     print(output.text, end="", flush=True)
-                if output.completion is not None:
-                    done[output.request_id] = output.completion
-                    job, group = owners[output.request_id]
+                if output.request_id in done:  # a stop string has ended it within this step
+                    continue
+                job, group, place = owners[output.request_id]
+                completion = job.take(engine, place, output)
+                if completion is not None:
+                    done[output.request_id] = completion
                     if all(each in done for each in group):
                         yield Result(job, job.select([done[each] for each in group]))
             bar.show(len(done), progress_of(engine, prompt_tokens))

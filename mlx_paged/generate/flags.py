@@ -34,6 +34,14 @@ REFUSED = {
 }
 """Flags of mlx_lm.generate that are mistakes here, with the reasons."""
 
+FIELDS_OF_BODIES = (
+    *("prompt", "image", "system_prompt", "ignore_chat_template", "prefill_response"),
+    *("xtc_probability", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop"),
+    *("json_schema", "logprobs", "no_logprobs"),
+    *("n", "best_of", "beams", "length_penalty", "early_stopping"),
+)
+"""Arguments that say nothing about OpenAI's batch lines: the bodies do."""
+
 VERBOSE = {"true": True, "t": True, "false": False, "f": False}
 
 
@@ -46,6 +54,17 @@ def make_parser() -> Parser:
     )
     cli.add_groups(parser, FLAGS)
     return parser
+
+
+def check_batch_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag that has no effect on OpenAI's batch lines."""
+    parser = make_parser()
+    for name in FIELDS_OF_BODIES:
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is given beside OpenAI's batch lines in"
+                f" {args.prompts_file}: expected fields of each body"
+            )
 
 
 def _json_file(path: str) -> dict[str, Any]:
@@ -79,6 +98,7 @@ BLOCK_SIZE = {"type": int, "choices": KV_BLOCK_SIZES}
 THRESHOLD = number(float, 0, 0.5, "a number from 0 to 0.5")
 LENGTH_PENALTY = number(float, -100, 100, "a number from -100 to 100")
 CONFIG = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
+PROMPTS_FILE = 'JSON lines with "prompt" or "messages", or OpenAI\'s batch lines'
 KEEP_SPACE = "keep the first space of a text (default: unless a chat template made the prompt)"
 REFUSAL = {"action": cli.Refused, "nargs": "*"}
 
@@ -86,7 +106,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "model": cli.MODEL,
     "prompts: --prompt, --prompts-file or both": (
         ("--prompt -p", TEXTS, [], "TEXT", "prompt text; '-' reads stdin; may be repeated"),
-        ("--prompts-file", str, None, "FILE.jsonl", 'JSON lines with "prompt" or "messages"'),
+        ("--prompts-file", str, None, "FILE.jsonl", PROMPTS_FILE),
         ("--image", FILES, [], "FILE", "images for each --prompt, with --vision; may be repeated"),
         ("--system-prompt", str, None, "TEXT", "system message for the chat template"),
         ("--ignore-chat-template", SWITCH, False, "", "do not apply the model's chat template"),

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
-from mlx_paged.outputs import Completion, likeliest
+from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.images import MAX_BYTES, has_image, in_parts, parts_of
 from mlx_paged.vision.prompts import Eyes
@@ -29,7 +29,7 @@ CHAT_FLAGS = ("system_prompt", "prefill_response", "chat_template_config")
 """Arguments that need a chat template."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Job:
     """A prompt that is ready for the engine."""
 
@@ -78,6 +78,16 @@ class Job:
         penalty: Any = {name: getattr(args, name) for name in ("length_penalty", "early_stopping")}
         search = self.tokens, args.beams, self.params
         return [engine.add_beam_search(*search, priority=priority, **penalty)]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it asks for several texts that are the same."""
+        return self.args.beams is None and self.count > 1 and self.params.temperature == 0
+
+    def take(self, engine: Engine, place: int, output: TokenOutput) -> Completion | None:
+        """Take an output of the request at a place of those that :meth:`add` returned. Returns its
+        completion if it has ended."""
+        return output.completion
 
     def select(self, completions: Sequence[Completion]) -> list[Completion]:
         return list(completions) if self.args.best_of is None else likeliest(completions, self.n)
@@ -129,8 +139,7 @@ def make_job(
     try:
         params = replace(params, **spec.options)
         if args.seed is not None and params.seed is None:
-            seed = int(np.random.default_rng([args.seed, number]).integers(2**63))
-            params = replace(params, seed=seed)
+            params = replace(params, seed=seed_of(args.seed, number))
         if spec.images and eyes is None:
             raise ValueError("images are given: expected --vision and a model that sees")
         if params.keep_space is None:
@@ -159,10 +168,16 @@ def make_job(
     return Job(number, spec, tokens, params, n, args, refusal)
 
 
+def seed_of(seed: int, number: int) -> int:
+    """The seed of a prompt, which does not depend on the other prompts."""
+    return int(np.random.default_rng([seed, number]).integers(2**63))
+
+
 def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[int, str]]:
     """Queue the jobs. Returns the request ids of each, and why the engine refuses a prompt, by the
     number of its job: such a prompt, one that is too long, has no id and fails alone. Raises
-    ValueError, which names the first prompt's source, if the engine refuses all prompts."""
+    ValueError, which names the first prompt's source, if the engine refuses all prompts, and they
+    are no batch lines, each of which gets its answer."""
     ids, refusals = list[list[int]](), dict[int, str]()
     given = jobs[0].spec.options if jobs else {}
     if jobs and jobs[0].params.json_schema is not None and not given.get("json_schema"):
@@ -179,7 +194,7 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[
         except ValueError as error:
             ids.append([])
             refusals[job.number] = one_line(error)
-    if jobs and len(refusals) == len(jobs):
+    if jobs and len(refusals) == len(jobs) and jobs[0].spec.batch is None:
         raise ValueError(f"{jobs[0].spec.source}: {refusals[jobs[0].number]}")
     return ids, refusals
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mlx_paged.generate.batch_lines import BatchLine, is_batch_line, read_line
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.vision.images import is_image, parts_of
 
@@ -20,7 +21,7 @@ KEYS = (*OPTIONS, *ALIASES, "n", "priority", "images")
 class PromptSpec:
     """The request of one line or of one --prompt."""
 
-    prompt: str | None  # the text; None if `messages` are given
+    prompt: str | None  # the text; None if `messages` or a batch line are given
     messages: list[dict[str, Any]] | None = None  # a chat for the model's chat template
     # Fields of SamplingParams that replace those of the command line.
     options: dict[str, Any] = field(default_factory=dict)
@@ -29,6 +30,7 @@ class PromptSpec:
     n: int | None = None  # number of completions; None means the value of the command line
     priority: int = 0  # the policy "priority" starts lower numbers first
     images: tuple[str, ...] = ()  # files: of the chat's places; without, its last message begins so
+    batch: BatchLine | None = None  # a line of OpenAI's batch files
 
     @property
     def title(self) -> str:
@@ -38,25 +40,43 @@ class PromptSpec:
 
 
 def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
-    """Parse JSONL; blank lines are skipped. Raises ValueError, which names file, line, mistake."""
+    """Parse JSONL; blank lines are skipped. In a file of OpenAI's batch lines a wrong line is one
+    that will be refused; in other files it raises ValueError, which names file, line, mistake."""
+    entries = {
+        f"{name} line {number}": _loaded(line)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    }
+    if not entries:
+        raise ValueError(f"{name}: no prompts in it")
+    if any(map(is_batch_line, entries.values())):
+        taken = set[str]()
+        return [
+            PromptSpec(None, source=source, batch=read_line(entry, taken))
+            for source, entry in entries.items()
+        ]
     specs = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        source = f"{name} line {number}"
+    for source, entry in entries.items():
         try:
-            specs.append(_parse(json.loads(line), source))
-        except json.JSONDecodeError as error:
-            place = f"at column {error.colno}"
-            raise ValueError(f"{source}: not valid JSON {place}: {error.msg}") from None
-        except RecursionError:
-            raise ValueError(f"{source}: not valid JSON: nested too deep") from None
+            if isinstance(entry, ValueError):
+                raise entry
+            specs.append(_parse(entry, source))
         except ValueError as error:
             reason = str(error).removeprefix("[SamplingParams] ")
             raise ValueError(f"{source}: {reason}") from None
-    if not specs:
-        raise ValueError(f"{name}: no prompts in it")
     return specs
+
+
+def _loaded(line: str) -> Any:
+    """The value of a line of JSON, or the ValueError that tells why there is none."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return ValueError(f"not valid JSON at column {error.colno}: {error.msg}")
+    except RecursionError:
+        return ValueError("not valid JSON: nested too deep")
+    except ValueError as error:  # an integer of too many digits
+        return error
 
 
 def _parse(entry: Any, source: str) -> PromptSpec:

@@ -1,5 +1,6 @@
 """Shows the progress, prints the texts and the statistics."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from tqdm import tqdm
 
 from mlx_paged.cli import GB
 from mlx_paged.engine.engine import Engine
+from mlx_paged.generate.batch_job import BatchJob
 from mlx_paged.generate.results_file import Result
 from mlx_paged.metrics.tick_log import PHASES
 
@@ -70,8 +72,12 @@ def progress_of(engine: Engine, prompt_tokens: int) -> str:
 
 
 def print_results(results: Sequence[Result], total: int) -> None:
-    """Print every text under a heading with the number of its prompt."""
+    """Print every text under a heading with the number of its prompt; of a batch line, its answer
+    as JSON."""
     for result in results:
+        if isinstance(result.job, BatchJob):
+            print(json.dumps(result.job.record, ensure_ascii=False))
+            continue
         count = len(result.answers)
         for index, answer in enumerate(result.answers, start=1):
             which = f" ({index}/{count})" if count > 1 else ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.generate.batch_job import PREFIX, BatchJob
 from mlx_paged.generate.jobs import Job
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason
@@ -39,6 +40,14 @@ class Result:
             error=reason,
         )
         return cls(job, [completion])
+
+    @property
+    def errors(self) -> list[str]:
+        """Why it failed, in one line each."""
+        if isinstance(self.job, BatchJob):
+            return [] if self.job.error is None else [" ".join(str(self.job.error).split())]
+        failed = (c for c in self.completions if c.finish_reason is FinishReason.ERROR)
+        return [str(completion.error) for completion in failed]
 
     @property
     def answers(self) -> Sequence[Completion | Beam]:
@@ -104,9 +113,8 @@ def read_answers(path: str, jobs: Sequence[Job]) -> dict[int, list[bytes]]:
             if not line.endswith(b"\n"):
                 break
             try:
-                record = json.loads(line)
-                number = record["number"]
-                is_same = digests.get(number) == record["digest"]
+                number, digest, has_failed = _identity(json.loads(line))
+                is_same = digests.get(number) == digest or (has_failed and number in digests)
             except (ValueError, TypeError, KeyError):
                 raise ValueError(f"{path} line {place}: expected a line of --output") from None
             if not is_same:
@@ -115,10 +123,19 @@ def read_answers(path: str, jobs: Sequence[Job]) -> dict[int, list[bytes]]:
                     " those of the run that --resume continues"
                 )
             lines[number].append(line)
-            if "error" in record:
+            if has_failed:
                 failed.add(number)
     expected = {job.number: job.num_answers for job in jobs}
     return {n: found for n, found in lines.items() if n not in failed and len(found) == expected[n]}
+
+
+def _identity(record: Any) -> tuple[int, str, bool]:
+    """The number and the digest of the job of a line of --output, and whether it failed. Raises
+    TypeError, KeyError or ValueError for another line."""
+    if "custom_id" not in record:
+        return record["number"], record["digest"], "error" in record
+    number, _, digest = record["id"].removeprefix(PREFIX).partition("_")
+    return int(number), digest, record["error"] is not None
 
 
 @contextmanager
@@ -161,6 +178,9 @@ def _replace(path: str, lines: Mapping[int, bytes]) -> None:
 def _records(result: Result) -> Iterator[dict[str, Any]]:
     """A line for each answer."""
     job, first = result.job, result.completions[0]
+    if isinstance(job, BatchJob):
+        yield job.record
+        return
     for index, answer in enumerate(result.answers):
         completion = answer if isinstance(answer, Completion) else first
         record: dict[str, Any] = {"number": job.number, "digest": job.digest}

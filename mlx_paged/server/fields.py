@@ -71,6 +71,7 @@ RANGES["repetition_penalty"] = (0, 100)
 """OpenAI's ranges of fields that :data:`SAMPLING` has, what mlx-lm takes as a seed, and a penalty
 that keeps logits within float32."""
 
+MAX_SAMPLES = 16  # completions of a request, unless a flag says otherwise
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
 AS_MANY_AS_FIT = -1

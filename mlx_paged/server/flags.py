@@ -10,6 +10,7 @@ from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
 from mlx_paged.formats.registry import FORMATS
 from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.server import keys
+from mlx_paged.server.fields import MAX_SAMPLES
 from mlx_paged.server.keys import API_KEY_VARIABLE
 
 FORMAT_NAMES = [form.name for form in FORMATS]
@@ -101,7 +102,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--max-held-bytes", COUNT, 256 << 20, "N", "bytes of all bodies and unread answers"),
         ("--max-context", COUNT, None, "TOKENS", "prompt and completion (default: the model's)"),
         ("--max-prompts", COUNT, 4096, "N", "prompts times n of a request; more get 400"),
-        ("--max-samples", COUNT, 16, "N", "maximum n of a request"),
+        ("--max-samples", COUNT, MAX_SAMPLES, "N", "maximum n of a request"),
         ("--strict-fields", SWITCH, False, "", "refuse requests with unknown fields"),
     ),
     "defaults for requests": (

@@ -104,8 +104,15 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         logging.warning("%s: the KV pool has room for %d of %d tokens", path, room, wanted)
     if abilities.tools_problem:
         logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
-    eyes = getattr(model, "eyes", None)
-    traits = traits_of(engine, tokenizer, form, abilities, room, eyes)
+    traits = traits_of(
+        tokenizer,
+        form,
+        abilities,
+        engine.token_ids,
+        max_context=room,
+        has_states=not engine.scheduler.rewinds,
+        eyes=getattr(model, "eyes", None),
+    )
     service = EngineService(engine).start()
     try:
         service.call(lambda engine: None)  # it returns when the service has traced its decodes

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.formats import choice
 from mlx_paged.formats.format import Format
@@ -51,24 +50,26 @@ def format_of(
 
 
 def traits_of(
-    engine: Engine,
     tokenizer: TokenizerWrapper,
     form: Format,
     abilities: Abilities,
+    token_ids: TokenIds,
+    *,
     max_context: int,
+    has_states: bool,
     eyes: Eyes | None,
 ) -> ModelTraits:
-    """The traits of the model of `engine`; :func:`format_of` gives its format and its abilities."""
+    """The traits of a model; :func:`format_of` gives its format and its abilities."""
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    special = engine.token_ids.with_columns({*newline, *tokenizer.eos_token_ids})
+    special = token_ids.with_columns({*newline, *tokenizer.eos_token_ids})
     return ModelTraits(
         tokenizer=tokenizer,
         format=form,
-        token_ids=engine.token_ids,
+        token_ids=token_ids,
         xtc_special_tokens=frozenset(special),
         max_context=max_context,
         longest_token=max(len(token.encode()) for token in tokenizer.get_vocab()),
         abilities=abilities,
-        has_states=not engine.scheduler.rewinds,
+        has_states=has_states,
         eyes=eyes,
     )

@@ -84,7 +84,8 @@ def test_a_mistake_leaves_the_ticks_of_an_earlier_run(run, tmp_path):
     path = tmp_path / "ticks.jsonl"
     path.write_text("earlier\n")
     assert_one_line_mistake(
-        run("-p", FUNCTION, "-m", 10**6, "--metrics-jsonl", path), "[add_request]"
+        run("-p", FUNCTION, "-m", 2000, "--kv-memory", 0.0001, "--metrics-jsonl", path),
+        "fewer max_tokens",
     )
     assert path.read_text() == "earlier\n"
 
