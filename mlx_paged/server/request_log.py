@@ -12,6 +12,8 @@ from mlx_paged.server.log_format import printable
 
 GONE = 499  # as proxies write it: the client did not wait for its answer
 LONGEST_ID = 128
+POLLED = {"/health", "/ready", "/metrics", "/status"}
+"""Paths that are asked again and again: their good answers are logged at the level DEBUG."""
 
 
 @dataclass
@@ -61,6 +63,8 @@ def logged(inner: ASGIApp) -> ASGIApp:
             told = [reason] if reason else []
             told += [*record.parts, f"{time.monotonic() - begun:.3f} s", f"id {record.id}"]
             asked = scope["method"], scope["path"]
-            logging.info("%s %.80r: %d, %s", *asked, record.status, ", ".join(told))
+            is_routine = scope["path"] in POLLED and record.status == 200
+            level = logging.DEBUG if is_routine else logging.INFO
+            logging.log(level, "%s %.80r: %d, %s", *asked, record.status, ", ".join(told))
 
     return answer

@@ -136,3 +136,15 @@ def test_no_line_of_the_log_has_control_characters():
     assert first.startswith("INFO - a field \\x1b[31m\\x07\\x9b2J\\r\\n") and "caf\xe9" in first
     assert failed == "ERROR - an answer failed" and traceback[0].startswith("Traceback")
     assert len(traceback) > 3 and all(line.isprintable() for line in (first, *traceback))
+
+
+@pytest.mark.parametrize("path", ["/status", "/metrics", "/ready", "/health"])
+def test_what_is_polled_has_its_line_only_at_debug(server, caplog, path):
+    caplog.set_level(logging.DEBUG)
+    assert exchange(server, "GET", path)[0] == 200
+
+    def found():
+        return [r.levelno for r in caplog.records if r.getMessage().startswith(f"GET '{path}'")]
+
+    wait_until(found)
+    assert found() == [logging.DEBUG]
