@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from mlx_paged.vision.images import of_data_url, parts_of
+from mlx_paged.vision.images import is_image, of_data_url, parts_of
 
 Part = dict[str, Any]
+
+LEFT_OUT = "[An image is left out: results of tools are shown to the model as text.]"
 
 
 def image_part(part: Part, name: str) -> Part:
@@ -25,6 +27,13 @@ def as_data_url(block: Part) -> Part:
     if source.get("type") == "base64":
         url = f"data:{source.get('media_type')};base64,{source.get('data')}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def told(content: Any) -> Any:
+    """The content of a tool's result with a sentence in the place of each image."""
+    if not isinstance(content, list):
+        return content
+    return [{"type": "text", "text": LEFT_OUT} if is_image(part) else part for part in content]
 
 
 def joined(first: Any, second: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from mlx_paged.server.constraints import require
 from mlx_paged.server.deltas import Delta, Part
 from mlx_paged.server.fields import OWN, Fields
-from mlx_paged.server.images import as_data_url, joined
+from mlx_paged.server.images import as_data_url, joined, told
 from mlx_paged.server.json_text import written
 from mlx_paged.server.request_body import ContextExceeded, Refusal
 from mlx_paged.vision.images import has_image
@@ -184,7 +184,7 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
         if kind == "tool_result" and role == "user":
             failed = "Error: " if block.get("is_error") else ""
             answers = block.get("tool_use_id")
-            result = failed + text_of(_read_documents(block.get("content"), name), name)
+            result = failed + text_of(_read_documents(told(block.get("content")), name), name)
             require(isinstance(answers, str), f"{name}.tool_use_id", "the id of a call", answers)
             yield {"role": "tool", "tool_call_id": answers, "content": result}
         elif kind == "tool_use" and role == "assistant":

@@ -9,7 +9,7 @@ from typing import Any
 from mlx_paged.server.constraints import require, require_json
 from mlx_paged.server.deltas import Delta
 from mlx_paged.server.fields import OWN, Fields, is_list
-from mlx_paged.server.images import Part, image_part
+from mlx_paged.server.images import Part, image_part, told
 from mlx_paged.server.json_text import written
 from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
 from mlx_paged.server.request_body import Refusal
@@ -38,6 +38,12 @@ that is not given."""
 SEAL = "mlx_paged:"
 """How `encrypted_content` of our own begins; the reasoning follows as it is."""
 
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+"""Kinds of items that are results of calls."""
+
+PASSED_OVER = ("web_search_call", "compaction", "compaction_summary", "additional_tools")
+"""Kinds of items that the model is not shown, and that are ignored by name."""
+
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 TEXTS |= {"reasoning_text": "text"}
 """Kinds of content parts that are text, and where that is."""
@@ -56,7 +62,12 @@ def as_chat(body: Fields) -> Fields:
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = _text(body.get("instructions"), "instructions")
-    chat["messages"] = folded(instructions, _turns(objects(items, "input")))
+    given = objects(items, "input")
+    passed = {f"input.{item['type']}" for item in given if item.get("type") in PASSED_OVER}
+    is_shown = any(item.get("type") not in PASSED_OVER for item in given)
+    require(is_shown, "input", "an item that the model can be shown", sorted(passed))
+    chat |= dict.fromkeys(passed, True)
+    chat["messages"] = folded(instructions, _turns(given))
     included = body.get("include") or []
     require(is_list(str, included), "include", "a list of texts", included)
     for part in included:
@@ -118,10 +129,23 @@ def _seen(part: Any, name: str) -> Part:
     )
 
 
+def _known(item: dict[str, Any]) -> dict[str, Any]:
+    """The item; other calls as calls of functions."""
+    if item.get("type") == "custom_tool_call":
+        arguments = {"input": item.get("input")}
+        return item | {"type": "function_call", "arguments": written(arguments)}
+    if item.get("type") == "local_shell_call":
+        own = {"type": "function_call", "name": "local_shell"}
+        return item | own | {"arguments": written(item.get("action") or {})}
+    return item
+
+
 def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The items as messages of a chat: what the assistant thinks, says and calls is one message."""
     said, empty = dict[str, Any](), {"role": "assistant", "content": ""}
-    for i, item in enumerate(items):
+    for i, item in enumerate(map(_known, items)):
+        if item.get("type") in PASSED_OVER:
+            continue
         kind, role, name = item.get("type", "message"), item.get("role"), f"input[{i}]"
         is_said = kind in ("reasoning", "function_call") or (kind, role) == ("message", "assistant")
         ends = {"message": ("content",), "reasoning": ("content", "tool_calls")}
@@ -139,8 +163,8 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             own = sealed.removeprefix(SEAL) if sealed.startswith(SEAL) else ""
             if thought := _text(item.get("content"), f"{name}.content") or own:
                 said["reasoning_content"] = thought
-        elif kind == "function_call_output":
-            result = _text(item.get("output"), f"{name}.output")
+        elif kind in OUTPUTS:
+            result = _text(told(item.get("output")), f"{name}.output")
             answers = item.get("call_id")
             require(isinstance(answers, str), f"{name}.call_id", "the id of a call", answers)
             yield {"role": "tool", "tool_call_id": answers, "content": result}
