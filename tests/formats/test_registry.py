@@ -5,12 +5,12 @@ import pkgutil
 from types import SimpleNamespace
 
 import pytest
-from mlx_lm import tool_parsers
+from mlx_lm import chat_templates, tool_parsers
 
 from mlx_paged.formats import thoughts
 from mlx_paged.formats.choice import TOOL, chosen
 from mlx_paged.formats.foreign import Foreign
-from mlx_paged.formats.registry import FORMATS, named
+from mlx_paged.formats.registry import FORMATS
 from tests.support.commands.scripted_models import CALLS, CHANNELS, TURNS, template
 
 CALLS_OF_TEXT = "{% for c in m.tool_calls or [] %}{{ WRITTEN }}{% endfor %}"
@@ -32,7 +32,13 @@ TEXTS = [
     ),
 ]
 """Formats, and what their templates write before and behind the text of arguments."""
-MODULES = sorted(module.name for module in pkgutil.iter_modules(tool_parsers.__path__))
+MODULES = sorted(
+    {
+        module.name
+        for package in (tool_parsers, chat_templates)
+        for module in pkgutil.iter_modules(package.__path__)
+    }
+)
 
 
 def tokenizer(chat_template, vocab=(), parser=None, folder="/nowhere"):
@@ -64,14 +70,22 @@ def test_names_are_unique():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_no_format_of_mlx_lm_is_lost(name, caplog):
-    """It has a format here, or goes through mlx-lm's parser, and the log says so."""
-    given = tokenizer("{{ messages }}", parser=name)
-    form, own = chosen(given).format, given.tool_parser.__module__.rpartition(".")[2]
-    if named(own) is None:
-        assert isinstance(form, Foreign) and form.name == own and own in caplog.text
-    else:
-        assert isinstance(form, named(own)) and not caplog.text
+def test_every_format_of_mlx_lm_has_its_own(name, tmp_path, caplog):
+    """By the name of mlx-lm's parser, which a tokenizer's configuration can have."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tool_parser_type": name}))
+    form = chosen(tokenizer("{{ messages }}", folder=str(tmp_path))).format
+    assert name in (form.name, *form.aliases) and not caplog.text
+
+
+def test_a_format_that_has_none_goes_through_the_parser_of_mlx_lm(caplog):
+    def parse(text, tools):
+        return {"name": "f", "arguments": {}}
+
+    parse.__module__ = "mlx_lm.tool_parsers.other"
+    given = tokenizer("{{ messages }}", parser="json_tools")
+    given.tool_parser = parse
+    form = chosen(given).format
+    assert isinstance(form, Foreign) and form.name == "other" and "other" in caplog.text
 
 
 @pytest.mark.parametrize("family", CALLS)
