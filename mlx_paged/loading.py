@@ -74,6 +74,7 @@ def load_with_config(
         raise ValueError(f"adapter {adapter_path}: no such directory")
     if not Path(path).exists() and not _may_be_hub_id(path):
         raise ValueError(f"model {path}: no such directory")
+    _require_no_gguf(Path(path))
     if sees and adapter_path is not None:
         raise ValueError("--adapter-path is given beside --vision: expected one of them")
     if sees and trust_remote_code:
@@ -112,6 +113,17 @@ def positions(config: Mapping[str, Any]) -> int | None:
         return positions
     trained = scaling.get("original_max_position_embeddings", positions)
     return max(positions, int(scaling.get("factor", 1) * trained))
+
+
+def _require_no_gguf(path: Path) -> None:
+    """Raise ValueError for a GGUF file, or for a folder that has one and no safetensors."""
+    is_gguf = path.suffix.lower() == ".gguf"
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        is_gguf = any(path.glob("*.gguf"))
+    if is_gguf:
+        raise ValueError(
+            f"model {path}: GGUF is not read: expected a folder with config.json and *.safetensors"
+        )
 
 
 def _may_be_hub_id(name: str) -> bool:

@@ -17,6 +17,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
+from mlx_paged.arguments import missing
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
 from mlx_paged.runner.ranks import Ranks
@@ -65,7 +66,7 @@ def load_seeing(path: str, **tokenizer_config: Any) -> tuple[nn.Module, Tokenize
         from mlx_vlm import load
         from mlx_vlm.utils import get_model_path
     except ImportError as error:
-        raise ValueError(f"mlx-vlm is absent ({error}): pip install 'mlx-paged[vision]'") from error
+        raise ValueError(missing(f"mlx-vlm ({error})", "vision")) from error
     directory = Path(get_model_path(path))
     model, processor = load(str(directory))
     config: dict[str, Any] = json.loads((directory / "config.json").read_text())

@@ -275,3 +275,13 @@ def test_the_command_ends_with_status_2_after_a_mistake():
         command("--max-tokens", 0), capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT
     )
     assert_one_line_mistake(Result(done.returncode, done.stdout, done.stderr), "--max-tokens")
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "folder/model.gguf", "folder"])
+def test_gguf_is_named_as_the_cause(run, tmp_path, name):
+    (tmp_path / "folder").mkdir()
+    for file in ("model.gguf", "folder/model.gguf"):
+        (tmp_path / file).write_bytes(b"GGUF")
+    path = tmp_path / name
+    message = f"model {path}: GGUF is not read: expected a folder with"
+    assert_one_line_mistake(run("-p", FUNCTION, "--model", path), message)

@@ -52,7 +52,7 @@ MAY_IMPORT = {
         )
     },
     "formats": {"chat", "outputs", "sampling_params"},
-    "vision": {"chat", "runner"},
+    "vision": {"arguments", "chat", "runner"},
     "chat": set[str](),
     "loading": {"cli", "vision", "runner"},
     "cli": {"arguments", "options"},

@@ -140,7 +140,8 @@ def test_a_silent_stream_shows_signs_of_life(monkeypatch, kind):
         sent.append(message.get("body"))
 
     async def stream():
-        await Slow(None, "", {}, time.monotonic(), None, None)._stream(send)
+        given = {"state": None, "path": "", "fields": {}, "threads": None, "share": None}
+        await Slow(arrived=time.monotonic(), **given)._stream(send)
         await asyncio.sleep(0.25)
 
     asyncio.run(stream())

@@ -115,4 +115,4 @@ def test_without_mlx_vlm_the_flag_says_what_to_install(monkeypatch, capsys):
         main(["--vision", "--prompt", "a"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert "mlx-vlm is absent" in line and "pip install 'mlx-paged[vision]'" in line
+    assert "mlx-vlm" in line and "is missing: expected pip install '.[vision]'" in line
