@@ -11,6 +11,7 @@ from transformers.utils import chat_template_utils
 
 from mlx_paged.chat.bounded import bounded
 from mlx_paged.chat.budget import Budget, current
+from mlx_paged.chat.marks import Divider, Rendered
 
 ALWAYS_RESERVED = frozenset(
     (
@@ -23,8 +24,8 @@ ALWAYS_RESERVED = frozenset(
 """Arguments of rendering that are no arguments of a template, in any version of transformers."""
 
 
-def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
-    """The text of a chat.
+def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Rendered:
+    """The text of a chat, which :func:`mlx_paged.chat.encoding.encoded` makes tokens of.
 
     Args:
         tokenizer: of mlx-lm, or of transformers.
@@ -35,9 +36,15 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> str:
         TemplateTooLongError: the template takes more steps or time than this chat allows.
         Exception: whatever the template raises.
     """
+    own = reserved_names() - {"tools"}
+    given = {name: value for name, value in options.items() if name not in own}
+    divider = Divider(tokenizer, [*messages, given])
+    messages = divider.messages(messages)
+    options = options | divider.value(given) | {"tokenize": False}
     budget = Budget.of(messages, options)
     with budget.active():
-        return str(tokenizer.apply_chat_template(messages, **options | {"tokenize": False}))
+        text = str(tokenizer.apply_chat_template(messages, **options))
+    return divider.taken_out(text)
 
 
 @lru_cache

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from mlx_paged.arguments import require
+from mlx_paged.chat.encoding import encoded
 from mlx_paged.chat.rendering import rendered, reserved_names
 from mlx_paged.formats import choice
 from mlx_paged.formats.begins import begin_of
@@ -116,7 +117,7 @@ class Chats:
             tokens = self._eyes(text, images)
         else:
             special = self._eyes is not None and self._eyes.adds_special
-            tokens = list(self._tokenizer.encode(text, add_special_tokens=special))
+            tokens = encoded(self._tokenizer, text, add_special_tokens=special)
         return ChatPrompt(tokens, begin, (*(tools or ()),), continue_final_message)
 
     def params(self, prompt: ChatPrompt, params: SamplingParams) -> SamplingParams:

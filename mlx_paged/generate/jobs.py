@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.server import process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.encoding import encoded
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
@@ -246,7 +247,7 @@ def _encode(
     if eyes and images:
         return eyes(text, images)
     adds_special = eyes is not None and eyes.adds_special
-    return list(tokenizer.encode(text, add_special_tokens=adds_special))
+    return encoded(tokenizer, text, add_special_tokens=adds_special)
 
 
 def _has_template(tokenizer: TokenizerWrapper, args: argparse.Namespace) -> bool:

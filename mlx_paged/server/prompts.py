@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.server import convert_chat, process_message_content
 
+from mlx_paged.chat.encoding import encoded
+from mlx_paged.chat.marks import all_plain
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.formats.begins import begin_of
 from mlx_paged.formats.parser import Begin
@@ -52,7 +54,7 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
             name, is_free = "continue_final_message", not fields["continue_final_message"]
             require(is_free, name, "nothing, for the model has no chat template", True)
             text = convert_chat(fields["messages"], fields["role_mapping"])
-            return [Prompt(_tokens(model, text, fields), "")]
+            return [Prompt(_tokens(model, all_plain(tokenizer, text), fields), "")]
         fields = fields | {"messages": merged(fields["messages"], model.abilities.joins)}
         own, _ = thinking.template_args(model, fields)
         chat_args = template_args | own | fields["chat_template_kwargs"]
@@ -178,7 +180,7 @@ def _tokens(model: ModelTraits, text: str, fields: Fields, **options: Any) -> li
     if num_bytes > model.max_context * model.longest_token:
         _check_room(model, fields, ceil(num_bytes / model.longest_token))
     with may_take_long():
-        tokens = list(model.tokenizer.encode(text, **options))
+        tokens = encoded(model.tokenizer, text, **options)
     _check_room(model, fields, len(tokens))
     return tokens
 

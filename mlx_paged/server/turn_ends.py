@@ -6,6 +6,9 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.encoding import encoded
+from mlx_paged.chat.marks import part
+
 Render = Callable[[list[dict[str, Any]]], str]
 
 QUESTION = {"role": "user", "content": "·"}
@@ -42,8 +45,8 @@ def _common_tokens(
     same = _common(text, other)
     start = max(0, same - CONTEXT)
     ours, theirs = (
-        list(tokenizer.encode(part, add_special_tokens=False))
-        for part in (text[start:], other[start : same + CONTEXT])
+        encoded(tokenizer, piece, add_special_tokens=False)
+        for piece in (part(text, start), part(other, start, same + CONTEXT))
     )
     rest = ours[_common(ours, theirs) :]
     position = len(tokens) - len(rest)

@@ -9,10 +9,14 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_paged.chat.encoding import mark_places
+from mlx_paged.chat.marks import divided, spare
 from mlx_paged.vision.images import opened
 from mlx_paged.vision.sight import Picture, SeenPrompt, Sight
 
 PLACEHOLDERS = ("<image>", "<|image|>", "[IMG]")
+INTERNAL = "<|placeholder|>"
+"""Stands for an image token in some processors while they work; no prompt has such a place."""
 
 
 class Eyes:
@@ -33,6 +37,10 @@ class Eyes:
     def __call__(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
         """A prompt with a place for each image.
 
+        Args:
+            prompt: of a chat, a :class:`mlx_paged.chat.marks.Rendered`, or any other text.
+            images: those of the places, in their order.
+
         Raises:
             ValueError: an image cannot be read, or the prompt has other places.
         """
@@ -45,8 +53,12 @@ class Eyes:
             raise ValueError(f"the model's processor refuses the images: {reason}") from error
 
     def _seen(self, prompt: str, pixels: Sequence[Any]) -> SeenPrompt:
-        tokens, whole = self._processed(prompt, pixels)
-        alone = self._alone(prompt, pixels)
+        mark = spare([prompt])
+        marked = divided(prompt, mark).replace(INTERNAL, f"<{mark}{INTERNAL[1:]}")
+        tokens, whole = self._processed(marked, pixels)
+        if marked != prompt:
+            tokens, whole = self._without_marks(mark, tokens, whole)
+        alone = self._alone(marked, pixels)
         num_places = int(np.isin(tokens, image_tokens(self._vlm.config, whole)).sum())
         if not num_places or not whole:
             raise ValueError("the prompt has no place for an image")
@@ -55,6 +67,19 @@ class Eyes:
                 raise ValueError("the prompt has more places than the image takes")
             alone = [self._picture(tokens, whole)]
         return seen_prompt(self._vlm, tokens, alone)
+
+    def _without_marks(
+        self, mark: str, tokens: list[int], inputs: dict[str, Any]
+    ) -> tuple[list[int], dict[str, Any]]:
+        """Tokens and inputs without those of marks. A mark that has no token of its own stays."""
+        tokenizer = getattr(self._processor, "tokenizer", self._processor)
+        left_out = [at for place in mark_places(tokenizer, mark, tokens) for at in place]
+        of_tokens = (1, len(tokens))
+
+        def shortened(value: Any) -> Any:
+            return np.delete(value, left_out, 1) if np.shape(value)[:2] == of_tokens else value
+
+        return np.delete(tokens, left_out).tolist(), tree_map(shortened, inputs)
 
     def _alone(self, prompt: str, pixels: Sequence[Any]) -> list[Picture]:
         """A picture for each image; none if it is unknown how a prompt names one."""

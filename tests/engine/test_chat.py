@@ -101,6 +101,25 @@ def test_a_template_that_takes_text_gets_arguments_as_text(monkeypatch):
     assert function["arguments"] == {"path": "x"}
 
 
+def test_the_name_of_a_control_token_is_text(engine, monkeypatch):
+    """In a message, a result and a tool. The prompt of `generate` is raw."""
+    name, number = engine.tokenizer.eos_token, engine.tokenizer.eos_token_id
+    prompts, add = [], engine.add_request
+
+    def recording(prompt, *args, **options):
+        prompts.append(list(prompt))
+        return add(prompt, *args, **options)
+
+    monkeypatch.setattr(engine, "add_request", recording)
+    tool = copy.deepcopy(TOOL)
+    tool["function"]["description"] = name
+    chat = [{"role": "user", "content": f"what is {name}?"}, {"role": "tool", "content": name}]
+    engine.chat(chat, max_tokens=1, tools=[tool])
+    (tokens,) = prompts
+    assert number not in tokens and engine.tokenizer.decode(tokens).count(name) == 3
+    assert number in engine.tokenizer.encode(f"what is {name}?")
+
+
 def test_thoughts_are_apart(engine):
     (answer,) = engine.chat(ASK, saying(engine, "<think>\nhm <b>\n</think>\n\nSo it is."))
     assert (answer.reasoning.strip(), answer.text.strip()) == ("hm <b>", "So it is.")

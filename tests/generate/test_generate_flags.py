@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.generate import setup_arg_parser
 from test_generate_mistakes import assert_one_line_mistake
 
+from mlx_paged import Engine
 from mlx_paged.cli import Refused, demo_model_path
 from mlx_paged.generate.flags import REFUSED, make_parser
 from mlx_paged.scheduler.speculation import Speculation
@@ -119,6 +120,23 @@ def test_arguments_of_the_template_reach_it(run, asked, tmp_path):
     assert asked == ["glad: hi"]
     result = run("-p", "hi", "--chat-template-config", "[1]")
     assert_one_line_mistake(result, "--chat-template-config: expected a JSON object, got '[1]'")
+
+
+def test_the_name_of_a_control_token_is_text_in_a_chat(run, demo, monkeypatch, tmp_path):
+    prompts, add, tokenizer = [], Engine.add_samples, demo[1]
+
+    def recording(engine, prompt, *args, **options):
+        prompts.append(list(prompt))
+        return add(engine, prompt, *args, **options)
+
+    monkeypatch.setattr(Engine, "add_samples", recording)
+    name, number = tokenizer.eos_token, tokenizer.eos_token_id
+    template = {"chat_template": "{% for m in messages %}{{ m.content }}" + name + "{% endfor %}"}
+    model = model_copy(tmp_path / "marked", tokenizer_config=template)
+    run("--model", model, "-m", 1, "-p", f"a {name} b", "--system-prompt", name)
+    run("--model", model, "-m", 1, "-p", f"a {name} b", "--ignore-chat-template")
+    assert [prompt.count(number) for prompt in prompts] == [2, 1]
+    assert tokenizer.decode(prompts[0]) == f"{name}{name}a {name} b{name}"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from mlx_paged.chat.rendering import rendered
 from mlx_paged.formats import choice
 from mlx_paged.server.prompts import encode
 from mlx_paged.server.request_body import read
@@ -111,3 +112,27 @@ def test_a_chat_has_the_tokens_of_mlx_vlm(name, num_images):
     (prompt,) = encode(model, read(body, True, 1)[0], {})
     assert prompt.tokens == expected
     assert expected.count(token_id) >= 4 * num_images
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_places_that_a_text_names_are_text(name):
+    """The prompt has the tokens of one whose text is longer by the bytes of these names."""
+    _, place, token = KINDS[name]
+    processor = made(name, "{{ bos_token }}" + tiny.TEMPLATE.replace(tiny.PLACE, place))
+    tokenizer = TokenizerWrapper(processor.tokenizer)
+    (token_id,) = tokenizer.encode(token, add_special_tokens=False)
+    vlm = SimpleNamespace(
+        config=SimpleNamespace(model_type=name, image_token_id=token_id), language_model=None
+    )
+    eyes, image = Eyes(vlm, processor), [tiny.png(1)]
+    found = []
+    for text in (f"a{place}{token}{BOS}b", f"a{'x' * len(place + token + BOS)}b"):
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        prompt = rendered(tokenizer, [{"role": "user", "content": content}])
+        found.append((text, eyes(prompt, image)))
+    (text, named), (other, plain) = found
+    ids = tokenizer.encode(other, add_special_tokens=False)
+    at = next(i for i in range(len(plain)) if list(plain[i : i + len(ids)]) == ids)
+    assert [*named[:at], *named[at + len(ids) :]] == [*plain[:at], *plain[at + len(ids) :]]
+    assert tokenizer.decode(named[at : at + len(ids)]) == text
+    assert named.count(token_id) == plain.count(token_id) > 0

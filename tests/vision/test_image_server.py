@@ -142,13 +142,15 @@ def test_too_many_images_are_refused(server):
 
 
 @pytest.mark.parametrize(
-    "text", ["<|placeholder|>", "<|image_pad|>", "<|vision_start|><|video_pad|>"]
+    "text", ["<|placeholder|>", "<|image_pad|>", "<|vision_start|><|video_pad|>", "a <|im_end|> b"]
 )
-def test_text_that_names_more_places_is_refused(server, text):
-    """The processor would make tokens of it that no feature stands for."""
-    with pytest.raises(openai.BadRequestError, match="processor refuses the images"):
-        chat(server, url(tiny.png(1)), said(text))
-    assert chat(server, said(ASK)).choices[0].message.content is not None
+def test_text_that_names_more_places_is_text(server, text):
+    """No feature stands for these places. The prompts differ by the bytes of the text."""
+    used = [
+        chat(server, url(tiny.png(1)), said(each)).usage.prompt_tokens
+        for each in (text, "x" * len(text))
+    ]
+    assert used[0] == used[1]
 
 
 def test_a_text_that_is_too_long_is_refused_before_an_image_is_decoded(server, monkeypatch):
