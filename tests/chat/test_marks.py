@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mlx_paged.chat import encoding
 from mlx_paged.chat.encoding import encoded
-from mlx_paged.chat.marks import SPARE, part
+from mlx_paged.chat.marks import SPARE, _names, part
 from mlx_paged.chat.rendering import rendered
 from tests.support.models.tokenizers import CORPUS, tokenizer_of
 
@@ -211,3 +212,13 @@ def test_a_part_keeps_its_cuts():
     whole = part(text, at - 2, at + len(END) + 1)
     assert whole == f"\na{END}b" and whole.cuts == (3,)
     assert part(text, at + 1).cuts == () and part(text, 0, at).cuts == ()
+
+
+def test_the_longest_name_is_found_among_many():
+    """As an alternation of all names, the longest first, which takes much longer."""
+    rng = random.Random(0)
+    names = frozenset("".join(rng.choices("<ab|>.", k=rng.randrange(2, 6))) for _ in range(300))
+    slow = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    for _ in range(200):
+        text = "".join(rng.choices("<ab|>. ", k=60))
+        assert _names(names).found.findall(text) == slow.findall(text)
