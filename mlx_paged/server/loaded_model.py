@@ -136,7 +136,7 @@ class LoadingThread:
     that has computed, even after that thread has ended."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1)
+        self._executor = ThreadPoolExecutor(1, "mlx_paged.server.loading")
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run `function` there, to its end also if this call is cancelled."""
@@ -148,8 +148,9 @@ class LoadingThread:
             await asyncio.wait([work])
 
     def close(self) -> None:
-        """End the thread."""
-        self._executor.submit(mx.clear_streams)  # by the thread that made them
+        """End the thread, if it has not ended before."""
+        with suppress(RuntimeError):  # it has
+            self._executor.submit(mx.clear_streams)  # by the thread that made them
         self._executor.shutdown()
 
 

@@ -357,7 +357,7 @@ def test_threads_that_take_turns_lose_few_steps(model):
 
 def test_a_service_takes_over_and_hands_over_without_a_loss(model):
     engine = make_engine(model)
-    short, *_ = hold(engine, 100)
+    short, *_ = hold(engine, 200)  # more than the service computes
     with EngineService(engine) as service:
         assert engine.stats.faults == 0
         ticket = service.submit(OTHER, max_tokens=TOKENS)
@@ -365,7 +365,7 @@ def test_a_service_takes_over_and_hands_over_without_a_loss(model):
         late = service.call(lambda engine: engine.add_request(LONG[::-1], max_tokens=TOKENS))
     done = finish(engine)
     assert engine.stats.faults == 0
-    assert done[short].tokens == solo_greedy(model, SHORT, 100)
+    assert done[short].tokens == solo_greedy(model, SHORT, 200)
     assert done[late].tokens == solo_greedy(model, LONG[::-1], TOKENS)
     assert_idle(engine)
 
