@@ -12,14 +12,23 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
+from mlx_lm.generate import generate_step as stock_generate_step
+from mlx_lm.generate import speculative_generate_step as stock_speculative_generate_step
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors as stock_make_logits_processors
 
 from mlx_paged.arguments import TESTED_MLX_LM, UntestedVersionError
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import as_paged, check_options, construction, make_prompt_cache
 from mlx_paged.drop_in.kv_caches import KVCache
+from mlx_paged.drop_in.outside_ids import (
+    check_segments,
+    generate_step,
+    make_logits_processors,
+    speculative_generate_step,
+)
 from mlx_paged.drop_in.prompt_cache_bytes import (
     insert_cache,
     stock_insert_cache,
@@ -104,6 +113,7 @@ def _insert_segments(
 ) -> list[int]:
     """Replaces mlx-lm's method, so that caches that mlx-lm made or loaded can join paged ones."""
     options = _patch.options
+    check_segments(self.model, segments)
     if options is not None and caches:
         model, size = self.model, self.max_kv_size
         caches = [c if c is None else as_paged(model, c, size, **options) for c in caches]
@@ -137,6 +147,9 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_construct: _construct,
     stock_insert_cache: insert_cache,
     stock_trim_to: trim_to,
+    stock_generate_step: generate_step,
+    stock_speculative_generate_step: speculative_generate_step,
+    stock_make_logits_processors: make_logits_processors,
 }
 """Functions and methods of mlx-lm, and what replaces them."""
 
