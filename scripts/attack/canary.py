@@ -74,7 +74,8 @@ class Canary:
             life, started = self._num_lives, time.monotonic()
             text, wrong = self._in_time(*self._questions[index], started)
             took = time.monotonic() - started
-            if life == self._num_lives:
+            was_left = wrong == str(BUSY) and self._ended.is_set()  # it would have asked again
+            if life == self._num_lives and not was_left:
                 self._judge(index, text, wrong, took)
 
     def _judge(self, index: int, text: str, wrong: str, took: float) -> None:

@@ -171,5 +171,6 @@ def test_a_sign_of_life_cuts_no_event_in_two(monkeypatch):
             await asyncio.sleep(0.12)
             sent.append(part)
 
-    asyncio.run(Long(None, "", {}, time.monotonic(), None, None)._stream(send))
+    given = {"state": None, "path": "", "fields": {}, "threads": None, "share": None}
+    asyncio.run(Long(arrived=time.monotonic(), **given)._stream(send))
     assert sent[1:] == [b"data:", b"1\n\n", b"data:", b"2\n\n", b""]

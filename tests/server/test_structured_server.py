@@ -23,6 +23,7 @@ from tests.support.commands.server_harness import (
     client,
     demo,
     exchange,
+    foreign_format,
     live,
     model_format,
     only_model,
@@ -331,7 +332,8 @@ def test_tools_that_no_grammar_leaves_are_named(server, path, case):
     if case == "none":
         none = {"type": "none"} if path == "/v1/messages" else "none"
         fields = fields | {"tool_choice": none}
-    with tool_format(server, "pythonic" if case == "format" else "json_tools"):
+    chosen = foreign_format if case == "format" else tool_format
+    with chosen(server, "pythonic" if case == "format" else "json_tools"):
         texts, calls, _, headers = read(server, path, body | fields, False)
     (text,) = texts
     assert not calls and headers["x-ignored-fields"] == (None if case == "none" else "tools")
@@ -342,7 +344,7 @@ def test_tools_that_no_grammar_leaves_are_named(server, path, case):
 
 
 def test_strict_fields_refuse_tools_that_no_grammar_leaves():
-    with live(*FLAGS, "--strict-fields") as own, tool_format(own, "pythonic"):
+    with live(*FLAGS, "--strict-fields") as own, foreign_format(own, "pythonic"):
         body = CHAT | BY_API["/v1/chat/completions"][1]
         status, _, answer = post(own, body, "/v1/chat/completions")
     assert (status, answer["error"]["param"]) == (400, "tools")
@@ -385,7 +387,7 @@ def test_the_source_that_is_wrong_is_named(server, path, wrong, param):
 
 
 def test_a_format_without_a_grammar_is_refused_by_name(server):
-    with tool_format(server, "pythonic"):
+    with foreign_format(server, "pythonic"):
         body = CHAT | {"tools": TOOLS, "tool_choice": "required"}
         status, _, answer = post(server, body, "/v1/chat/completions")
     assert status == 400 and "(pythonic)" in answer["error"]["message"]

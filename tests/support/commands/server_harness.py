@@ -108,6 +108,12 @@ def tool_format(server, name, problem=None):
     marks, kind = only_model(server).format.marks, named(name)
     if kind is not None:
         return model_format(server, kind(marks, None), problem)
+    return foreign_format(server, name, problem)
+
+
+def foreign_format(server, name, problem=None):
+    """The model of a server with the tool format `name`, read by mlx-lm's parser."""
+    marks = only_model(server).format.marks
     module = import_module(f"mlx_lm.tool_parsers.{name}")
     given = module.parse_tool_call, module.tool_call_start, module.tool_call_end
     return model_format(server, Foreign(marks, None, name, *given), problem)
