@@ -84,7 +84,6 @@ def bodies():
         "inflating colors": [part(inflating(b"iCCP", b"a"))],
         "many scans": [part(of_many_scans())],
         "no base64": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,*"}}],
-        "no place": [part(tiny.png(1)), {"type": "text", "text": "<|image_pad|>"}],
         "too long": [part(tiny.png(1)), {"type": "text", "text": "a" * 2000}],
     }
     return {
