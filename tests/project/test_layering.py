@@ -40,6 +40,8 @@ MAY_IMPORT = {
     "drop_in": {"arguments", "options", "runner", "attention", "kv", "ops"},
     "engine": {
         *(
+            "chat",
+            "formats",
             "vision",
             "runner",
             "metrics",
