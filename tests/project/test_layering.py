@@ -87,7 +87,7 @@ NO_MLX = [
     *("engine.waiting_calls", "sampling.grammar"),
     *("server.constraints", "server.fields", "server.messages", "server.request_body"),
     *("server.images", "server.keys", "server.log_format", "server.responses", "server.sockets"),
-    *("server.call_grammars", "server.deltas", "server.turns", "vision.images", "vision.sight"),
+    *("server.deltas", "server.turns", "vision.images", "vision.sight"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 
