@@ -116,7 +116,7 @@ def test_a_stall_while_a_prompt_is_computed_is_put_down_to_it(core, stall, name)
 @pytest.mark.parametrize("name", ["launch", "collect"])
 def test_a_collection_is_a_spike_wherever_it_happens(core, clock, name):
     def spend(phase: str, info: dict[str, int]) -> None:
-        clock.now += STALL if phase == "start" else 0
+        clock.now += STALL if phase == "stop" else 0
 
     gc.callbacks.append(spend)
     try:
