@@ -30,7 +30,7 @@ from bench.models import SIZES, random_llama
 from mlx_paged import Engine, SamplingParams, demo_model_path
 from mlx_paged.cli import COUNT
 from mlx_paged.loading import load_model
-from mlx_paged.server.turn_ends import turn_ends
+from mlx_paged.protocol.turn_ends import turn_ends
 
 ROOT = Path(__file__).parents[1]
 Message = dict[str, Any]

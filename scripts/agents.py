@@ -25,8 +25,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_paged.protocol import prompts
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import flags, prompts
+from mlx_paged.server import flags
 from mlx_paged.server.__main__ import serving
 
 TASK = "Write a file with a shell command, read it with another one, and tell me what it says."

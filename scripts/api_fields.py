@@ -5,7 +5,7 @@ python -m scripts.api_fields
 
 from pathlib import Path
 
-from mlx_paged.server.fields import (
+from mlx_paged.protocol.fields import (
     ASIDE,
     BOTH,
     CHAT,
@@ -28,7 +28,7 @@ PATHS = {
 HEAD = """# Fields of requests
 
 `python -m scripts.api_fields` writes this page from the tables that the server obeys
-(`mlx_paged/server/fields.py`). [server.md](server.md) says what the fields mean.
+(`mlx_paged/protocol/fields.py`). [server.md](server.md) says what the fields mean.
 
 - *obeyed*: the answer follows the field, or the request is refused with 400 and the field's name.
 - *refused*: 400 with the field's name.

@@ -20,15 +20,15 @@ from mlx_paged.generate.batch_lines import BatchLine
 from mlx_paged.generate.jobs import Job, seed_of
 from mlx_paged.generate.prompts_file import PromptSpec
 from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.protocol import prompts, responses, thinking
+from mlx_paged.protocol.choices import CompletionChoice
+from mlx_paged.protocol.deltas import Delta
+from mlx_paged.protocol.fields import AS_MANY_AS_FIT
+from mlx_paged.protocol.model_paths import DEFAULT, is_last_part_of, is_path_of
+from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
+from mlx_paged.protocol.replies import Reply, ResponseReply
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import prompts, responses, thinking
-from mlx_paged.server.choices import CompletionChoice
-from mlx_paged.server.deltas import Delta
-from mlx_paged.server.fields import AS_MANY_AS_FIT
-from mlx_paged.server.model_names import ModelNames
-from mlx_paged.server.model_traits import ModelTraits, format_of, traits_of
-from mlx_paged.server.replies import Reply, ResponseReply
-from mlx_paged.server.request_body import Refusal
 
 NO_LIMIT = 1 << 40  # tokens of a context
 PREFIX = "batch_req_"
@@ -65,13 +65,9 @@ class BatchModel:
 
     def check_name(self, name: str) -> None:
         """Refuse a request for another model."""
-        options = {"served_model_name": None, "models_dir": None, "max_models": 0}
-        names = ModelNames(argparse.Namespace(model=self.path, **options))
-        try:
-            names.path(name)
-        except Refusal as error:
-            message = f"model {name!r:.200} is not loaded: expected {self.path} or default_model"
-            raise Refusal(404, message, error.code, error.param) from None
+        if not is_path_of(name, self.path) and not is_last_part_of(name, self.path):
+            message = f"model {name!r:.200} is not loaded: expected {self.path} or {DEFAULT}"
+            raise Refusal(404, message, "model_not_found", "model")
 
     def _with(self, token_ids: TokenIds) -> ModelTraits:
         # Turns that follow a prompt are in no file: what a model with states keeps would not help.

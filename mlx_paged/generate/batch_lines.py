@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_paged.server import request_body, responses
-from mlx_paged.server.constraints import require
-from mlx_paged.server.fields import MAX_SAMPLES, Fields
-from mlx_paged.server.json_text import check_values
-from mlx_paged.server.request_body import Refusal, refusing
+from mlx_paged.protocol import request_body, responses
+from mlx_paged.protocol.constraints import require
+from mlx_paged.protocol.fields import MAX_SAMPLES, Fields
+from mlx_paged.protocol.json_text import check_values
+from mlx_paged.protocol.request_body import Refusal, refusing
 
 MARKS = {"custom_id", "url", "body"}
 """Keys that no line of this package's own form has."""

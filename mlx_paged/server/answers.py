@@ -16,16 +16,16 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ticket import Ticket
+from mlx_paged.protocol import prompts, thinking
+from mlx_paged.protocol.choices import CompletionChoice
+from mlx_paged.protocol.deltas import Delta
+from mlx_paged.protocol.json_text import written
+from mlx_paged.protocol.replies import Reply
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import prompts, thinking
-from mlx_paged.server.choices import CompletionChoice
-from mlx_paged.server.deltas import Delta
 from mlx_paged.server.held_bytes import ENTRY_BYTES, Share
 from mlx_paged.server.json_answer import JsonAnswer
-from mlx_paged.server.json_text import written
 from mlx_paged.server.loaded_model import Model
-from mlx_paged.server.replies import Reply
-from mlx_paged.server.request_body import Refusal
 from mlx_paged.server.request_log import GONE, record_of
 from mlx_paged.server.tickets import Tickets
 

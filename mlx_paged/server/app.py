@@ -21,15 +21,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.server import bodies, json_text, keys, messages, request_body, responses, workers
+from mlx_paged.protocol import json_text, messages, request_body, responses
+from mlx_paged.protocol.fields import AS_MANY_AS_FIT, Fields
+from mlx_paged.protocol.request_body import Refusal, refusing
+from mlx_paged.server import bodies, keys, workers
 from mlx_paged.server.answers import Answer
-from mlx_paged.server.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
 from mlx_paged.server.held_bytes import PART_BYTES, HeldBytes, Share, send_in_pieces, share_of
 from mlx_paged.server.json_answer import JsonAnswer
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
-from mlx_paged.server.request_body import Refusal, refusing
 from mlx_paged.server.request_log import logged, record_of
 from mlx_paged.server.tickets import Tickets
 from mlx_paged.server.workers import Probes, Workers

@@ -5,8 +5,8 @@ import time
 
 from starlette.requests import ClientDisconnect, Request
 
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.server.held_bytes import share_of
-from mlx_paged.server.request_body import Refusal
 
 WHOLE_S = 120.0  # for a whole body
 PACE_S = 10.0  # for each PACE_BYTES, and for the rest

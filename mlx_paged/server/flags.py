@@ -9,8 +9,8 @@ from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
 from mlx_paged.formats.registry import FORMATS
 from mlx_paged.formats.thoughts import NONE, STYLES
+from mlx_paged.protocol.fields import MAX_SAMPLES
 from mlx_paged.server import keys
-from mlx_paged.server.fields import MAX_SAMPLES
 from mlx_paged.server.keys import API_KEY_VARIABLE
 
 FORMAT_NAMES = [form.name for form in FORMATS]

@@ -7,11 +7,11 @@ from contextlib import aclosing
 from functools import cached_property
 from typing import Any
 
-from mlx_paged.server import messages, prompts
+from mlx_paged.protocol import messages, prompts
+from mlx_paged.protocol.deltas import Delta
+from mlx_paged.protocol.replies import ResponseReply
+from mlx_paged.protocol.request_body import Refusal, refusing
 from mlx_paged.server.answers import Answer
-from mlx_paged.server.deltas import Delta
-from mlx_paged.server.replies import ResponseReply
-from mlx_paged.server.request_body import Refusal, refusing
 
 
 class MessageAnswer(Answer):

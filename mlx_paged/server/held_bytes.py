@@ -3,7 +3,7 @@ have one limit. Imports no mlx."""
 
 from starlette.types import Message, Scope, Send
 
-from mlx_paged.server.request_body import Refusal
+from mlx_paged.protocol.request_body import Refusal
 
 FREE = 1 << 16  # bytes of each request that are not counted, so that small requests always pass
 PIECE = 1 << 16  # bytes of an answer that are written at once; the next ones wait for the client

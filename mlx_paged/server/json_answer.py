@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from mlx_paged.server.json_text import written
+from mlx_paged.protocol.json_text import written
 
 
 class JsonAnswer(JSONResponse):

@@ -21,10 +21,10 @@ from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory
 from mlx_paged.loading import load_with_config, positions
 from mlx_paged.outputs import describe
+from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.runner.ranks import joined
 from mlx_paged.server.flags import engine_options
-from mlx_paged.server.model_traits import ModelTraits, format_of, traits_of
-from mlx_paged.server.request_body import Refusal
 
 T = TypeVar("T")
 

@@ -7,13 +7,17 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import constants, scan_cache_dir, try_to_load_from_cache
+from huggingface_hub import constants, scan_cache_dir
 
+from mlx_paged.protocol.model_paths import (
+    DEFAULT,
+    cached_snapshot,
+    directory_of,
+    is_last_part_of,
+    is_path_of,
+)
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.server import model_files
-from mlx_paged.server.request_body import Refusal
-
-DEFAULT = "default_model"
-"""A name of the default model, as in mlx-lm."""
 
 
 class Known(NamedTuple):
@@ -56,14 +60,12 @@ class ModelNames:
     def path(self, name: str) -> str:
         """What to load for the model that a request names. Raises Refusal if it may not be loaded;
         the message does not tell whether a directory that no flag lists is there."""
-        if name in (DEFAULT, self.default, *self.served):
+        if name in self.served or is_path_of(name, self.default):
             return self.default
-        directory, own = directory_of(name), directory_of(self.default)
-        if directory is not None and directory == own:
+        known = self._known(name, directory_of(name)) if self.args.max_models else None
+        if known is None and is_last_part_of(name, self.default):
             return self.default
-        known = self._known(name, directory) if self.args.max_models else None
-        last = Path(self.default).name, own.name if own else None
-        if known.directory == own if known else name in last:
+        if known is not None and known.directory == directory_of(self.default):
             return self.default
         if known is None:
             expected = f"expected {self.served[0]}, {DEFAULT} or another name of /v1/models"
@@ -118,24 +120,6 @@ class ModelNames:
             directory = directory_of(name)
             if directory is not None:
                 yield Known(name, directory)
-
-
-def directory_of(name: str) -> Path | None:
-    """The real path of a model's directory, which is a path or an id in the hub's cache; None if
-    there is none."""
-    with suppress(Exception):  # the name can be anything, and so can the errors
-        if (Path(name) / "config.json").is_file():
-            return Path(name).resolve()
-    return cached_snapshot(name)
-
-
-def cached_snapshot(name: str) -> Path | None:
-    """The real path of a repository's newest snapshot in the hub's cache; None if there is none."""
-    with suppress(Exception):
-        found = try_to_load_from_cache(name, "config.json")
-        if isinstance(found, str):
-            return Path(found).parent.resolve()
-    return None
 
 
 def cached_repositories() -> list[Known]:

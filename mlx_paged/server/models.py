@@ -10,11 +10,12 @@ from pathlib import Path
 
 from mlx_paged.kv.memory import spare_memory
 from mlx_paged.loading import positions
+from mlx_paged.protocol.model_paths import directory_of
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.runner.ranks import rank
 from mlx_paged.server import loaded_model, model_files
 from mlx_paged.server.loaded_model import LoadingThread, Model
-from mlx_paged.server.model_names import ModelNames, directory_of
-from mlx_paged.server.request_body import Refusal
+from mlx_paged.server.model_names import ModelNames
 
 
 class Models:

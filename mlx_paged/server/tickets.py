@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import TokenOutput
-from mlx_paged.server.request_body import Refusal
+from mlx_paged.protocol.request_body import Refusal
 
 MAX_UNREAD = 1 << 16  # outputs of all requests: some 180 MB with 20 log-probabilities each
 

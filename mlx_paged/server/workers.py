@@ -3,16 +3,15 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
+
+from mlx_paged.protocol.long_work import watched_by
 
 PROBE_EVERY_S = 0.5
 READY_S = 5.0  # without an answer, and /ready fails
 HEALTHY_S = 60.0  # without an answer, and /health fails
-
-_here = threading.local()
 
 
 class Workers(ThreadPoolExecutor):
@@ -48,25 +47,12 @@ class Workers(ThreadPoolExecutor):
         self._since = time.monotonic()
 
     def _begin(self) -> None:
-        _here.workers = self
+        watched_by(self.change_long)
 
     def change_long(self, change: int) -> None:
         with self._lock:
             self.num_long += change
             self._since = time.monotonic()
-
-
-@contextmanager
-def may_take_long() -> Iterator[None]:
-    """What a thread of :class:`Workers` does in this context may take long and is no failure."""
-    workers: Workers | None = getattr(_here, "workers", None)
-    if workers is not None:
-        workers.change_long(1)
-    try:
-        yield
-    finally:
-        if workers is not None:
-            workers.change_long(-1)
 
 
 class Probes:

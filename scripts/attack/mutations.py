@@ -5,7 +5,7 @@ import random
 from copy import deepcopy
 from typing import Any
 
-from mlx_paged.server.fields import ONLY, OWN, RANGES, SAMPLING, all_fields
+from mlx_paged.protocol.fields import ONLY, OWN, RANGES, SAMPLING, all_fields
 from scripts.api_fields import API_OF, PATHS
 from scripts.attack.wire import Request, post
 from scripts.soak_clients import SCHEMA, TOOL

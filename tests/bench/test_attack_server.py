@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_paged.server.fields import all_fields
+from mlx_paged.protocol.fields import all_fields
 from scripts import attack_server
 from scripts.attack import canary as canary_module
 from scripts.attack import connections, kinds, mutations, wire

@@ -17,21 +17,16 @@ REQUESTS = {"arguments", "options", "request", "sampling_params", "outputs"}
 COMMAND = {"cli", "loading", "starting"}
 MAY_IMPORT = {
     "server": {
-        "formats",
-        "chat",
-        "engine",
-        "vision",
-        "runner",
-        "metrics",
-        "kv",
+        *("protocol", "formats", "engine", "vision", "runner", "metrics", "kv"),
         *COMMAND,
         *REQUESTS,
     },
     "generate": {
-        *("server", "chat", "engine", "vision", "runner", "metrics"),
+        *("protocol", "chat", "engine", "vision", "runner", "metrics"),
         *COMMAND,
         *REQUESTS,
     },
+    "protocol": {"formats", "chat", "engine", "vision", *REQUESTS},
     "terminal": {"engine", *COMMAND, *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", *COMMAND, *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
@@ -85,9 +80,11 @@ NO_MLX = [
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("engine.detokenizer", "engine.spelling", "engine.token_ids"),
     *("engine.waiting_calls", "sampling.grammar"),
-    *("server.constraints", "server.fields", "server.messages", "server.request_body"),
-    *("server.images", "server.keys", "server.log_format", "server.responses", "server.sockets"),
-    *("server.deltas", "server.turns", "vision.images", "vision.sight"),
+    *("protocol.constraints", "protocol.deltas", "protocol.fields", "protocol.images"),
+    *("protocol.json_text", "protocol.long_work", "protocol.messages", "protocol.model_paths"),
+    *("protocol.request_body", "protocol.responses", "protocol.turns"),
+    *("server.keys", "server.log_format", "server.sockets", "server.workers"),
+    *("vision.images", "vision.sight"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

@@ -1,4 +1,4 @@
-"""What the server and the formats take of mlx-lm: nothing that divides or reads a model's text."""
+"""What server, protocol and formats take of mlx-lm: nothing that divides or reads a text."""
 
 import ast
 from pathlib import Path
@@ -18,7 +18,7 @@ TAKEN = {
 
 def test_no_function_of_mlx_lm_reads_answers():
     taken = set()
-    for room in ("server", "formats", "chat"):
+    for room in ("server", "protocol", "formats", "chat"):
         for path in (PACKAGE / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mlx_lm"):

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from mlx_paged.server import answers, forms, prompts
-from mlx_paged.server.choices import CompletionChoice
+from mlx_paged.protocol import prompts
+from mlx_paged.protocol.choices import CompletionChoice
+from mlx_paged.server import answers, forms
 from tests.support.commands.server_harness import CODE, exchange, live, post
 
 pytest_plugins = ["tests.support.commands.server_fixtures"]

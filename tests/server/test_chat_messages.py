@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from mlx_paged.server import messages, responses
-from mlx_paged.server.request_body import read, refusing
+from mlx_paged.protocol import messages, responses
+from mlx_paged.protocol.request_body import read, refusing
 from tests.support.commands.server_harness import live, post
 
 SAY = {"type": "function", "function": {"name": "say", "parameters": {}}}

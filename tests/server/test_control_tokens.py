@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_paged.server import prompts
+from mlx_paged.protocol import prompts
 from tests.support.commands.server_harness import TEMPLATE, demo, live, only_model, post
 
 NAME = demo()[1].eos_token

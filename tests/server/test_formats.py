@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_paged.server.turns import JOINED, merged
+from mlx_paged.protocol.turns import JOINED, merged
 from tests.support.commands.scripted_models import CHANNELS, called, chat, scripted, template
 from tests.support.commands.server_harness import MODEL, client, only_model, post
 

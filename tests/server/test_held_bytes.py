@@ -8,10 +8,10 @@ import time
 
 import pytest
 
+from mlx_paged.protocol.request_body import Refusal
+from mlx_paged.protocol.responses import MAX_ECHO
 from mlx_paged.server import answers, bodies, listener, tickets
 from mlx_paged.server.held_bytes import FREE, HeldBytes, Share
-from mlx_paged.server.request_body import Refusal
-from mlx_paged.server.responses import MAX_ECHO
 from tests.support.commands.server_harness import (
     CODE,
     exchange,

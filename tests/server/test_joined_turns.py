@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_paged.server.turns import completed, merged
+from mlx_paged.protocol.turns import completed, merged
 from tests.support.commands.server_harness import demo, live, only_model, post
 
 LINES = (

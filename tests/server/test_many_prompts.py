@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mlx_paged.server.choices import CompletionChoice
+from mlx_paged.protocol.choices import CompletionChoice
 from tests.support.commands.server_harness import CODE, exchange, only_model, post, written
 
 pytest_plugins = ["tests.support.commands.server_fixtures"]

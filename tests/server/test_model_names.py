@@ -9,10 +9,10 @@ import pytest
 from huggingface_hub import constants
 
 from mlx_paged.cli import demo_model_path
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server import model_files
 from mlx_paged.server.model_names import ModelNames
-from mlx_paged.server.request_body import Refusal
 from tests.support.commands.server_harness import (
     CODE,
     client,

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from mlx_paged.protocol.choices import CompletionChoice
+from mlx_paged.protocol.json_text import MAX_DEPTH, MAX_FIELDS, MAX_MARKS, parse
 from mlx_paged.server import answers
-from mlx_paged.server.choices import CompletionChoice
-from mlx_paged.server.json_text import MAX_DEPTH, MAX_FIELDS, MAX_MARKS, parse
 from tests.support.commands.server_harness import TEMPLATE, exchange, post, tool_format, wait_until
 
 pytest_plugins = ["tests.support.commands.server_fixtures"]

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from mlx_paged.server import prompts
+from mlx_paged.protocol import prompts
 from scripts.agents import SHELLS, say, scripted
 from tests.support import TIMEOUT
 

@@ -12,7 +12,7 @@ from mlx_paged.formats.format import Format
 from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.thoughts import Thoughts
-from mlx_paged.server.choices import CompletionChoice
+from mlx_paged.protocol.choices import CompletionChoice
 from tests.support.commands.server_harness import (
     MODEL,
     SCHEMA,

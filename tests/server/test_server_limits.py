@@ -6,7 +6,7 @@ from urllib.parse import quote
 import openai
 import pytest
 
-from mlx_paged.server.choices import CompletionChoice
+from mlx_paged.protocol.choices import CompletionChoice
 from tests.support.commands.server_harness import (
     CODE,
     MODEL,

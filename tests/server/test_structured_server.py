@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from mlx_paged.formats.json_tools import JsonTools
 from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.thoughts import Thoughts
+from mlx_paged.protocol import prompts
 from mlx_paged.sampling.grammar import Grammars
-from mlx_paged.server import prompts
 from tests.support.commands.server_harness import (
     CODE,
     MODEL,

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_paged.chat.rendering import reserved_names
 from mlx_paged.formats.choice import chosen
-from mlx_paged.server.templates import Abilities, tried
+from mlx_paged.protocol.templates import Abilities, tried
 from tests.support import TIMEOUT
 from tests.support.commands.server_harness import demo, live, only_model, post
 

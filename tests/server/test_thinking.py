@@ -10,8 +10,8 @@ from mlx_lm import stream_generate
 from mlx_paged.formats.format import Format, Limit
 from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.thoughts import Thoughts
-from mlx_paged.server import thinking
-from mlx_paged.server.templates import Abilities, tried
+from mlx_paged.protocol import thinking
+from mlx_paged.protocol.templates import Abilities, tried
 from tests.support.commands.server_harness import MODEL, client, demo, live, only_model, post
 
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

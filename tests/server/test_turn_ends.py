@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from mlx_paged import Engine
-from mlx_paged.server.turn_ends import turn_ends
+from mlx_paged.protocol.turn_ends import turn_ends
 from tests.support.commands.server_harness import TEMPLATE, demo, live, only_model, post
 
 SYSTEM = {"role": "system", "content": "def rules():\n    return 'be brief'"}

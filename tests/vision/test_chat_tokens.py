@@ -22,9 +22,9 @@ from tokenizers.processors import TemplateProcessing
 
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.formats import choice
-from mlx_paged.server.prompts import encode
-from mlx_paged.server.request_body import read
-from mlx_paged.server.templates import tried
+from mlx_paged.protocol.prompts import encode
+from mlx_paged.protocol.request_body import read
+from mlx_paged.protocol.templates import tried
 from mlx_paged.vision.prompts import Eyes
 from tests.support.models import seeing_directory as tiny
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_paged.server import prompts
+from mlx_paged.protocol import prompts
 from tests.support.commands.server_harness import post, running
 from tests.support.models.tiny_models import tiny_model
 

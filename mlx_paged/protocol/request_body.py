@@ -8,10 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from mlx_paged.chat.rendering import reserved_names
-from mlx_paged.sampling_params import CompilerBusy
-from mlx_paged.server import constraints
-from mlx_paged.server.constraints import require, require_json
-from mlx_paged.server.fields import (
+from mlx_paged.protocol import constraints
+from mlx_paged.protocol.constraints import require, require_json
+from mlx_paged.protocol.fields import (
     AS_MANY_AS_FIT,
     ASIDE,
     BOTH,
@@ -27,8 +26,9 @@ from mlx_paged.server.fields import (
     is_list,
     named_tool,
 )
-from mlx_paged.server.images import image_part, joined
-from mlx_paged.server.json_text import check_fields
+from mlx_paged.protocol.images import image_part, joined
+from mlx_paged.protocol.json_text import check_fields
+from mlx_paged.sampling_params import CompilerBusy
 from mlx_paged.vision.images import is_image, parts_of
 
 

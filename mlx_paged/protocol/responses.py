@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from mlx_paged.server.constraints import require, require_json
-from mlx_paged.server.deltas import Delta
-from mlx_paged.server.fields import OWN, Fields, is_list
-from mlx_paged.server.images import Part, image_part, told
-from mlx_paged.server.json_text import written
-from mlx_paged.server.messages import client_tools, event, folded, objects, text_of
-from mlx_paged.server.request_body import Refusal
+from mlx_paged.protocol.constraints import require, require_json
+from mlx_paged.protocol.deltas import Delta
+from mlx_paged.protocol.fields import OWN, Fields, is_list
+from mlx_paged.protocol.images import Part, image_part, told
+from mlx_paged.protocol.json_text import written
+from mlx_paged.protocol.messages import client_tools, event, folded, objects, text_of
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.vision.images import has_image, is_image, parts_of
 
 PATH = "/v1/responses"

@@ -12,12 +12,12 @@ from mlx_paged.engine.text import StopStrings
 from mlx_paged.formats.events import Call, Event, Thought
 from mlx_paged.formats.parser import Parser, Whole
 from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.protocol.deltas import Delta, Placed
+from mlx_paged.protocol.fields import Fields
+from mlx_paged.protocol.model_traits import ModelTraits
+from mlx_paged.protocol.prompts import Prompt
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.request import FinishReason
-from mlx_paged.server.deltas import Delta, Placed
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.model_traits import ModelTraits
-from mlx_paged.server.prompts import Prompt
-from mlx_paged.server.request_body import Refusal
 
 GRAMMAR_FAILED = "[SamplingParams] the grammar "
 """How the engine begins to tell of a limit of llguidance that shows while a text is generated."""

@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mlx_paged.server.constraints import require
-from mlx_paged.server.deltas import Delta, Part
-from mlx_paged.server.fields import OWN, Fields
-from mlx_paged.server.images import as_data_url, joined, told
-from mlx_paged.server.json_text import written
-from mlx_paged.server.request_body import ContextExceeded, Refusal
+from mlx_paged.protocol.constraints import require
+from mlx_paged.protocol.deltas import Delta, Part
+from mlx_paged.protocol.fields import OWN, Fields
+from mlx_paged.protocol.images import as_data_url, joined, told
+from mlx_paged.protocol.json_text import written
+from mlx_paged.protocol.request_body import ContextExceeded, Refusal
 from mlx_paged.vision.images import has_image
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")

@@ -12,7 +12,7 @@ from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.registry import named
 from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.loading import load_model
-from mlx_paged.server.constraints import NOTHING, leaves_calls, of_answer, of_tools
+from mlx_paged.protocol.constraints import NOTHING, leaves_calls, of_answer, of_tools
 
 SCHEMA = {"enum": ["a b", {"k": [1, "}"]}]}
 JSON_TEXTS = ['"a b"', '{"k": [1, "}"]}']

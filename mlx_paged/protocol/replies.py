@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 from mlx_lm.server import get_system_fingerprint
 
+from mlx_paged.protocol import prompts, responses
+from mlx_paged.protocol.choices import CompletionChoice
+from mlx_paged.protocol.deltas import Delta
+from mlx_paged.protocol.fields import Fields
+from mlx_paged.protocol.model_traits import ModelTraits
+from mlx_paged.protocol.prompts import Prompt
+from mlx_paged.protocol.request_body import refusing
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
-from mlx_paged.server import prompts, responses
-from mlx_paged.server.choices import CompletionChoice
-from mlx_paged.server.deltas import Delta
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.model_traits import ModelTraits
-from mlx_paged.server.prompts import Prompt
-from mlx_paged.server.request_body import refusing
 
 Compile = Callable[[SamplingParams], object]
 

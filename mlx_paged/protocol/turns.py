@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.images import joined
+from mlx_paged.protocol.fields import Fields
+from mlx_paged.protocol.images import joined
 
 JOINED = ("user", "assistant")
 """Roles whose turns in a row may become one."""

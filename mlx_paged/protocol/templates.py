@@ -6,7 +6,7 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat.rendering import rendered
-from mlx_paged.server.turns import JOINED
+from mlx_paged.protocol.turns import JOINED
 from mlx_paged.vision.images import knows_only_parts
 
 ASK = {"role": "user", "content": "Hello"}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_paged.arguments import is_count
-from mlx_paged.server import constraints
+from mlx_paged.protocol import constraints
 
 Fields = dict[str, Any]
 Rule = tuple[Any, Callable[[Any], bool], str]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_paged.server import messages, responses
-from mlx_paged.server.images import LEFT_OUT
+from mlx_paged.protocol import messages, responses
+from mlx_paged.protocol.images import LEFT_OUT
 
 USER = {"role": "user", "content": "a"}
 PNG = "data:image/png;base64,iVBORw0KGgo="

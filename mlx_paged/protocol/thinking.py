@@ -5,8 +5,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_paged.server.fields import Fields
-from mlx_paged.server.model_traits import ModelTraits
+from mlx_paged.protocol.fields import Fields
+from mlx_paged.protocol.model_traits import ModelTraits
 
 SPACES = (" ", "  ", "\n", "\n\n", "\n\n\n", "\t", "\r\n", " \n")
 """White space that models write before a thought, each one token."""

@@ -7,7 +7,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.formats import choice
 from mlx_paged.formats.format import Format
-from mlx_paged.server.templates import Abilities, tried
+from mlx_paged.protocol.templates import Abilities, tried
 from mlx_paged.vision.prompts import Eyes
 
 

@@ -13,15 +13,15 @@ from mlx_paged.chat.marks import all_plain
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.formats.begins import begin_of
 from mlx_paged.formats.parser import Begin
+from mlx_paged.protocol import constraints, images, thinking
+from mlx_paged.protocol.constraints import require
+from mlx_paged.protocol.fields import AS_MANY_AS_FIT, SAMPLING, Fields
+from mlx_paged.protocol.long_work import may_take_long
+from mlx_paged.protocol.model_traits import ModelTraits
+from mlx_paged.protocol.request_body import ContextExceeded
+from mlx_paged.protocol.turn_ends import turn_ends
+from mlx_paged.protocol.turns import completed, merged
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import constraints, images, thinking
-from mlx_paged.server.constraints import require
-from mlx_paged.server.fields import AS_MANY_AS_FIT, SAMPLING, Fields
-from mlx_paged.server.model_traits import ModelTraits
-from mlx_paged.server.request_body import ContextExceeded
-from mlx_paged.server.turn_ends import turn_ends
-from mlx_paged.server.turns import completed, merged
-from mlx_paged.server.workers import may_take_long
 from mlx_paged.vision.images import has_image, in_parts
 
 

@@ -10,10 +10,10 @@ from mlx_paged.formats.marks import Marks
 from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.thoughts import Thoughts
 from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.protocol.choices import CompletionChoice
+from mlx_paged.protocol.deltas import Delta
+from mlx_paged.protocol.prompts import Prompt
 from mlx_paged.request import FinishReason
-from mlx_paged.server.choices import CompletionChoice
-from mlx_paged.server.deltas import Delta
-from mlx_paged.server.prompts import Prompt
 
 FORMAT = JsonTools(Marks({}), Thoughts("<think>", "</think>"))
 
