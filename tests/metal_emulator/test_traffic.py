@@ -55,6 +55,15 @@ def test_each_byte_once(type_name: str, bytes_each: int) -> None:
     assert stats.unique_loaded_bytes[1] == UniqueBytes(0, 0, 0)
 
 
+def test_three_elements_are_two_accesses() -> None:
+    """Those of 4 and of 2 bytes: the sanitizer's pass knows no access of 6."""
+    size = THREADS * 6
+    stats = run("each_three", *(np.zeros(size, np.uint8) for _ in range(2)))
+    assert stats.loaded_bytes == {0: size, 1: 0}
+    assert stats.stored_bytes == {0: 0, 1: size}
+    assert stats.unique_loaded_bytes[0] == UniqueBytes(size, size, size)
+
+
 def test_every_lane_counts() -> None:
     stats = run("all_of_the_group", *(np.zeros(THREADS, np.float32) for _ in range(2)))
     assert stats.loaded_bytes[0] == THREADS * 64 * 4

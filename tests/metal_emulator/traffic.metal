@@ -89,3 +89,9 @@ kernel void product(device const float *in [[buffer(0)]], device float *out [[bu
   simdgroup_multiply_accumulate(a, a, a, a);
   simdgroup_store(a, out + (group * 2 + simdgroup) * 64, 8);
 }
+
+// Every thread moves its own three elements, which are one vector to the compiler.
+kernel void each_three(device const ushort *in [[buffer(0)]], device ushort *out [[buffer(1)]],
+                       uint i [[thread_position_in_grid]]) {
+  for (int j = 0; j < 3; j++) out[3 * i + j] = in[3 * i + j];
+}

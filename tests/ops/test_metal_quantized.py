@@ -317,6 +317,10 @@ def test_reads_load_few_bytes(kv_bits, head_dim, group):
     assert stats.loaded_bytes[17] == loaded[17]
 
 
+MOST_LOADS = {8: 1.25, 6: 1.45, 4: 1.5}
+"""Of what float16 takes. Keys of 6 bits, which 4 bits have too, are three words of 2 bytes for 8
+values of a lane: a load of 4 bytes and a load of 2, where float16 has one load of 16."""
+
 COUNTS = {
     "loads": lambda s: sum(lines.load_instructions for lines in s.lines.values()),
     "simd operations": lambda s: s.simd_ops,
@@ -339,7 +343,8 @@ def test_reads_take_few_more_instructions_than_those_of_float16(kv_bits, head_di
     q, k_cache, v_cache, tables, lens = plain.arrays
     metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **plain.options)
     for name, count in COUNTS.items():
-        assert count(mine) <= 1.25 * count(metal.trace.stats[0]), name
+        most = MOST_LOADS[kv_bits] if name == "loads" else 1.25
+        assert count(mine) <= most * count(metal.trace.stats[0]), name
 
 
 @pytest.mark.parametrize("name", ["paged_attention", "write_kv"])

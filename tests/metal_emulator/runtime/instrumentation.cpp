@@ -58,6 +58,8 @@ EMULATOR_EXPORT void* __tsan_memset(void* to, int value, size_t size) {
 EMULATOR_EXPORT void __tsan_init() {}
 
 // Inserted by instrument.py (Mode.RACE)
+EMULATOR_EXPORT void emulator_read(void* p, size_t size) { check(p, size, false, SITE); }
+EMULATOR_EXPORT void emulator_write(void* p, size_t size) { check(p, size, true, SITE); }
 EMULATOR_EXPORT void emulator_operation(int operation) {
   if (!current_launch || !current_launch->monitor || !current_launch->running) return;
   const unsigned lane = current_launch->running->position.lane;
