@@ -86,6 +86,8 @@ class StopStrings:
     def rest(self) -> str:
         """The text that was held back; from here on it counts no more."""
         held, self._held = self._held, ""
+        for matcher in self._matchers:
+            matcher.matched = 0
         return held
 
 

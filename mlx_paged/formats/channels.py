@@ -84,6 +84,12 @@ class Messages:
         self._message = FIRST.get(begin)  # which is open; None: its header is
         self._has_begun = False  # whether a mark has come
         self._is_ended = self._is_cut = False
+        self.fed = 0
+
+    @property
+    def decided(self) -> int:
+        length = self._form.marks.length
+        return self.fed - sum(map(length, (self._header, self._body, self._rest)))
 
     @property
     def thinks(self) -> bool:
@@ -95,7 +101,9 @@ class Messages:
         return is_call and bool(self._tools.given)
 
     def feed(self, token: int | None, text: str) -> list[Event]:
-        self._rest += self._form.marks.coded(token, text)
+        coded = self._form.marks.coded(token, text)
+        self._rest += coded
+        self.fed += self._form.marks.length(coded)
         return self._read()
 
     def finish(self, is_cut: bool) -> list[Event]:
@@ -140,22 +148,23 @@ class Messages:
         found = [(at, mark) for mark in marks if (at := rest.find(mark)) >= 0]
         if found:
             at, mark = min(found)
-            self._tell(rest[:at], True, events)
+            self._tell(rest[:at], rest[at:], True, events)
             self._rest = rest[at + len(mark) :]
             self._message, self._has_begun = None, True
             return bool(self._rest)
         kept = 0 if self._is_ended else possible_start(rest, marks)
-        self._tell(rest[: len(rest) - kept], self._is_ended and not self._is_cut, events)
-        self._rest = rest[len(rest) - kept :]
+        certain, self._rest = rest[: len(rest) - kept], rest[len(rest) - kept :]
+        self._tell(certain, self._rest, self._is_ended and not self._is_cut, events)
         return False
 
-    def _tell(self, coded: str, is_whole: bool, events: list[Event]) -> None:
+    def _tell(self, coded: str, rest: str, is_whole: bool, events: list[Event]) -> None:
         """Tell of new text of the open message, which is whole with it or not; of a call when it is
-        whole, or ended."""
+        whole, or ended. `rest` is behind the text."""
         assert self._message is not None
+        end = self.fed - self._form.marks.length(rest)
         if not self._is_call:
             text = self._form.marks.plain(coded)
-            events.append(Thought(text) if self.thinks else Text(text))
+            events.append(Thought(text) if self.thinks else Text(text, end))
             return
         self._body += coded
         if not (is_whole or self._is_ended):
@@ -164,4 +173,4 @@ class Messages:
         try:
             events += self._form.calls_of(self._message.recipient, body, is_whole, self._tools)
         except NoCall:
-            events.append(Text(self._form.marks.plain(body)))
+            events.append(Text(self._form.marks.plain(body), end))

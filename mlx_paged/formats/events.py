@@ -1,13 +1,15 @@
 """What a parser finds in an answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Content of the answer."""
+    """Content of the answer. `end` is where the text ends, in characters of all that the parser
+    got."""
 
     text: str
+    end: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

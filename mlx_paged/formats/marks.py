@@ -51,6 +51,11 @@ class Marks:
         """The text of coded text."""
         return coded.translate(self._texts)
 
+    def length(self, coded: str) -> int:
+        """Characters of the text of coded text."""
+        marks = () if coded.isascii() else self._texts.items()
+        return len(coded) + sum(coded.count(chr(point)) * (len(mark) - 1) for point, mark in marks)
+
     def lark(self, coded: str) -> str:
         """Coded text as a grammar for llguidance has it: tokens by their ids, quoted text."""
         parts, rest = list[str](), ""

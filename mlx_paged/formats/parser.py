@@ -26,6 +26,14 @@ class Parser(Protocol):
     def thinks(self) -> bool:
         """Whether the newest token belongs to a thought."""
 
+    @property
+    def fed(self) -> int:
+        """Characters of all tokens; a mark that is a token has those of its text."""
+
+    @property
+    def decided(self) -> int:
+        """Those at the beginning of which is told what they are."""
+
     def feed(self, token: int | None, text: str) -> list[Event]:
         """Add a token. Returns what is certain now.
 
@@ -47,8 +55,16 @@ class Whole:
 
     thinks = False
 
+    def __init__(self) -> None:
+        self.fed = 0
+
+    @property
+    def decided(self) -> int:
+        return self.fed
+
     def feed(self, token: int | None, text: str) -> list[Event]:
-        return [Text(text)] if text else []
+        self.fed += len(text)
+        return [Text(text, self.fed)] if text else []
 
     def finish(self, is_cut: bool) -> list[Event]:
         return []
@@ -105,10 +121,19 @@ class Inline:
         self._space = ""  # before that call, told only if it is none
         self._late: list[tuple[list[Call], str]] = []  # calls in a thought, with their text
         self._is_ended = self._is_cut = False
+        self.fed = 0
 
     @property
     def thinks(self) -> bool:
         return self._state == Begin.THOUGHT
+
+    @property
+    def decided(self) -> int:
+        return self._end_before(self._rest if self._scan is None else self._scan.text)
+
+    def _end_before(self, rest: str) -> int:
+        """Where the text before `rest` ends, which are the newest characters of coded text."""
+        return self.fed - self._marks.length(rest)
 
     def feed(self, token: int | None, text: str) -> list[Event]:
         return self._add(self._marks.coded(token, text))
@@ -119,6 +144,7 @@ class Inline:
 
     def _add(self, coded: str) -> list[Event]:
         events: list[Event] = []
+        self.fed += self._marks.length(coded)
         if self._scan is None:
             self._rest += coded
         else:
@@ -206,23 +232,24 @@ class Inline:
             if is_call and not (self._is_data and self._rest[:at].strip()):
                 self._begin_call(at, events)
                 return True
-            before = self._rest[:at]
-            self._tell_content(before if before.strip() or not self._is_empty else "", events)
-            self._rest = self._rest[at + (0 if is_call else len(mark)) :]
+            before, rest = self._rest[:at], self._rest[at:]
+            self._tell_content(before if before.strip() or not self._is_empty else "", rest, events)
+            self._rest = rest[0 if is_call else len(mark) :]
             return True
-        certain = self._rest[: len(self._rest) - kept]
+        certain, rest = self._rest[: len(self._rest) - kept], self._rest[len(self._rest) - kept :]
         if self._is_empty and (marks or self._calls) and not certain.strip():
             if not self._is_ended:  # white space beside calls is not told
                 return False
             certain = "" if self._has_called else certain
-        self._rest = self._rest[len(self._rest) - kept :] if certain else self._rest
-        self._tell_content(certain, events)
+        self._rest = rest if certain else self._rest
+        self._tell_content(certain, rest, events)
         return False
 
-    def _tell_content(self, coded: str, events: list[Event]) -> None:
+    def _tell_content(self, coded: str, rest: str, events: list[Event]) -> None:
+        """Tell the text before `rest`, which are the newest characters."""
         if coded:
             self._is_empty = False
-            events.append(Text(self._marks.plain(coded)))
+            events.append(Text(self._marks.plain(coded), self._end_before(rest)))
 
     @property
     def _openers(self) -> Sequence[str]:
@@ -248,8 +275,7 @@ class Inline:
             return
         self._space = before if self._is_empty and not before.strip() else ""
         if before and not self._space:
-            self._is_empty = False
-            events.append(Text(self._marks.plain(before)))
+            self._tell_content(before, self._scan.text, events)
 
     def _read_call(self, scan: Scan, events: list[Event]) -> bool:
         assert self._steps is not None and self._calls is not None
@@ -267,8 +293,8 @@ class Inline:
             else:
                 openers = (*self._calls.openers, *self._calls.first_openers)
                 opener = max((o for o in openers if scan.text.startswith(o)), key=len)
-                self._tell_opener(self._space + opener, events)
                 self._rest = scan.text[len(opener) :]
+                self._tell_opener(self._space + opener, events)
         self._scan = self._steps = None
         return True
 
@@ -286,8 +312,7 @@ class Inline:
             self._tell_thought("".join(text for _, text in self._late) + coded, events)
             self._late = []
         else:
-            events.append(Text(self._marks.plain(coded)))
-            self._is_empty = False
+            self._tell_content(coded, self._rest, events)
 
 
 def possible_start(text: str, marks: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -126,21 +126,16 @@ class CompletionChoice:
         if self.is_cut:  # tokens that were computed before the abort
             return delta
         self.num_tokens += output.token is not None
-        self._read(self._parser.feed(output.token, output.text), delta)
+        events = self._parser.feed(output.token, output.text)
+        if self._fields["logprobs"] and output.token is not None:
+            delta.logprobs.append(self._placed_entry(output, output.token))
+        self._read(events, delta)
         self.num_thoughts += self._parser.thinks
         if output.completion is not None and not self.is_cut:
             is_cut = output.completion.finish_reason != FinishReason.STOP
             self._read(self._parser.finish(is_cut), delta)
             if not self.is_cut:
-                delta.write("text", self._stop.rest())
-        if self._fields["logprobs"] and output.token is not None:
-            described = self._described(output.token, output.logprob, output.top_logprobs)
-            delta.logprobs.append(described)
-            if "messages" not in self._fields:
-                self._offsets.text += output.text
-                self._starts.append(self._offsets.of(described["token"], output.text))
-            is_last = output.completion is not None or self.is_cut
-            self._placed.place(delta, delta.logprobs, is_last)
+                self._write(self._stop.rest(), delta)
         return delta
 
     def entry(self, delta: Delta) -> dict[str, Any]:
@@ -171,6 +166,17 @@ class CompletionChoice:
         if delta.logprobs:
             entry["logprobs"] = {"content": delta.logprobs}
         return entry | {"delta" if is_part else "message": message}
+
+    def _placed_entry(self, output: TokenOutput, token: int) -> dict[str, Any]:
+        """The entry of a token that the parser has got."""
+        entry = self._described(token, output.logprob, output.top_logprobs)
+        if "messages" not in self._fields:
+            self._offsets.text += output.text
+            self._starts.append(self._offsets.of(entry["token"], output.text))
+        done = output.completion
+        is_end = done is not None and done.finish_reason == FinishReason.STOP
+        self._placed.add(entry, self._parser.fed, is_end)
+        return entry
 
     @property
     def _spelling(self) -> Spelling:
@@ -244,24 +250,30 @@ class CompletionChoice:
         )
         return own | {"top_logprobs": others}
 
-    def _read(self, events: Iterable[Event], delta: Delta) -> None:
+    def _read(self, events: Sequence[Event], delta: Delta) -> None:
         """Add what the parser has found. Text that may begin a stop string is held back until more
         text, a thought or a call follows: a stop string does not go on behind these."""
         for event in events:
             if self.is_cut:
                 return
             if isinstance(event, Call):
-                delta.write("text", self._stop.rest())
+                self._write(self._stop.rest(), delta)
                 delta.call(self._in_chat(event))
                 self.is_cut = self._one_call
             elif isinstance(event, Thought):
-                delta.write("text", self._stop.rest())
+                self._write(self._stop.rest(), delta)
                 delta.write("reasoning", event.text)
-            elif self.num_tokens <= self._fields["min_tokens"]:
-                delta.write("text", event.text)
             else:
-                delta.write("text", self._stop.feed(event.text))
+                self._placed.expect(event)
+                counts = self.num_tokens > self._fields["min_tokens"]
+                self._write(self._stop.feed(event.text) if counts else event.text, delta)
                 self.is_cut = self._stop.stopped
+        if events and self._fields["logprobs"]:
+            self._placed.decide(self._parser.decided)
+
+    def _write(self, text: str, delta: Delta) -> None:
+        """Add content."""
+        delta.write("text", text, self._placed.take(len(text)))
 
     def _in_chat(self, call: Call) -> dict[str, Any]:
         """The next call in the form of chat completions."""

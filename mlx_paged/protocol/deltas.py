@@ -1,8 +1,11 @@
 """What some tokens add to a choice, in the order in which the model wrote it. Imports no mlx."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from mlx_paged.formats.events import Text
 
 Fields = dict[str, Any]
 Kind = Literal["text", "reasoning", "tool_call"]
@@ -86,25 +89,64 @@ class Delta:
         return [part.call for part in self.parts if part.kind == "tool_call"]
 
 
+class _Made(NamedTuple):
+    """Tokens and where the text is that they made: characters of what the parser got."""
+
+    entries: list[Fields]
+    start: int
+    end: int
+
+
 class Placed:
-    """Gives the log-probabilities of tokens to the texts that they made. Text may become certain
-    some tokens later; the tokens of a thought or of a call are those of no text."""
+    """Gives the log-probabilities of tokens to the content that they made. Content may become
+    certain some tokens later. Tokens of a thought, a call or a mark are not those of content."""
 
     def __init__(self) -> None:
-        self._waiting: list[Fields] = []
-        self._kind: Kind | None = None  # of the last part
+        self._made: deque[_Made] = deque()
+        self._without_text: list[Fields] = []  # the next token makes a character of theirs whole
+        self._at = 0  # where the text of the newest token ends
+        self._texts: deque[tuple[int, int]] = deque()  # places of content that is not taken yet
 
-    def place(self, delta: Delta, logprobs: Sequence[Fields], is_last: bool) -> None:
-        """Give the entries of the newest tokens, and those that wait, to the last text of `delta`.
+    def add(self, entry: Fields, end: int, is_end: bool = False) -> None:
+        """Add a token.
 
         Args:
-            is_last: no tokens follow.
+            entry: its log-probability.
+            end: where the text ends that is known with it.
+            is_end: it ends the answer, so that what becomes known is the text of earlier tokens.
         """
-        self._waiting += logprobs
-        texts = [part for part in delta.parts if part.kind == "text"]
-        if texts:
-            texts[-1].logprobs += self._waiting
-        if delta.parts:
-            self._waiting, self._kind = [], delta.parts[-1].kind
-        if is_last and self._kind == "text":  # of tokens without a text, for example the end token
-            delta.write("text", "", self._waiting)
+        start, self._at = self._at, end
+        own = end if is_end else max(start, end - len(entry["token"]))
+        if self._without_text and own > start:
+            self._made.append(_Made(self._without_text, start, own))
+            self._without_text = []
+        self._without_text.append(entry)
+        if end > own:
+            self._made.append(_Made(self._without_text, own, end))
+            self._without_text = []
+
+    def expect(self, text: Text) -> None:
+        """A content that is going to be taken."""
+        self._texts.append((text.end - len(text.text), text.end))
+
+    def take(self, length: int) -> list[Fields]:
+        """The entries of the next `length` characters of content; none of an entry twice."""
+        found = list[Fields]()
+        while length and self._texts:
+            start, end = self._texts.popleft()
+            size = min(length, end - start)
+            length -= size
+            if start + size < end:
+                self._texts.appendleft((start + size, end))
+            self._forget(start)
+            while self._made and self._made[0].start < start + size:
+                found += self._made.popleft().entries
+        return found
+
+    def decide(self, end: int) -> None:
+        """Of all text before `end` the content has been told."""
+        self._forget(min(end, self._texts[0][0]) if self._texts else end)
+
+    def _forget(self, end: int) -> None:
+        while self._made and self._made[0].end <= end:
+            self._made.popleft()

@@ -1,6 +1,7 @@
 """A choice finds text, reasoning and tool calls, whatever the pieces of text are."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -27,14 +28,17 @@ def ended(reason):
 
 
 def read(text, width, begin=Begin.START, reason=FinishReason.STOP, **options):
-    """The sum of all deltas of a text that arrives `width` characters at a time."""
-    tokenizer = SimpleNamespace(decode=lambda tokens: f"<{tokens[0]}>")
+    """The sum of all deltas of a text whose tokens have `width` characters; an end token follows
+    if it ends by itself."""
+    pieces = [text[i : i + width] for i in range(0, len(text), width)]
+    pieces += [""] * (reason == FinishReason.STOP)
+    names = [piece or "<end>" for piece in pieces]
+    tokenizer = SimpleNamespace(decode=lambda tokens: names[tokens[0]])
     model = SimpleNamespace(tokenizer=tokenizer, format=FORMAT)
     fields = {"messages": [], "tools": [{}], "stream": True, "stop": [], "min_tokens": 0}
     fields |= {"logprobs": False, "max_tokens": 9} | options
     choice = CompletionChoice(0, model, fields, Prompt([1], "", begin))
     whole = Delta()
-    pieces = [text[i : i + width] for i in range(0, len(text), width)]
     for i, piece in enumerate(pieces):
         assert choice.finish_reason is None
         last = ended(reason) if i == len(pieces) - 1 else None
@@ -72,7 +76,8 @@ def test_a_text_has_the_log_probabilities_of_its_tokens(width):
     """A thought and a call have none. Each token counts once, in the order of the tokens."""
     text = f"<think>Hm.</think>{'ab' * 8}<tool_call>{call('f', 1)}</tool_call>{'cd' * 8}"
     delta, _ = read(text, width, logprobs=True)
-    assert [entry["id"] for entry in delta.logprobs] == [*range(-(-len(text) // width))]
+    count = -(-len(text) // width)
+    assert [entry["id"] for entry in delta.logprobs] == [*range(count + 1)]
     found = []
     for part in delta.parts:
         assert bool(part.logprobs) == (part.kind == "text")
@@ -81,23 +86,84 @@ def test_a_text_has_the_log_probabilities_of_its_tokens(width):
         if part.kind == "text":
             start, end = (text.index(part.text) + shift for shift in (0, len(part.text) - 1))
             assert {*range(-(-start // width), end // width + 1)} <= {*ids}
+            assert {*range(start // width, end // width + 1)} >= {*ids}
     assert found == sorted(set(found))
 
 
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+CALLED = f"<tool_call>{call('f', 1)}</tool_call>"
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize(
-    ("text", "options", "count"),
+    ("text", "options", "expected"),
     [
-        ("abc", {}, 3),  # as many tokens as characters
-        ("abcENDe", {"stop": ["END"]}, 6),
-        ("a EN", {"stop": ["END"]}, 4),
-        ("ab<thi", {}, 6),
-        ("ab<tool_call>no JSON</tool_call>", {}, 32),
+        ("abc", {}, ["abc"]),
+        ("<think>yes</think>yes", {}, ["yes"]),
+        ("<think></think>\n\nyes", {}, ["\n\nyes"]),
+        ("  <think>a</think>b<think>", {}, ["b<think>"]),
+        (f"yes{CALLED}yes", {}, ["yes", "yes"]),
+        (f"\n{CALLED}\n {CALLED}\n", {}, []),
+        (f"a\n{CALLED}\n b", {}, ["a\n", "\n b"]),
+        ("abcENDe", {"stop": ["END"]}, ["abc"]),
+        ("EEENDe", {"stop": ["END"]}, ["EE"]),
+        ("a EN", {"stop": ["END"]}, ["a EN"]),
+        (f"aE{CALLED}ND", {"stop": ["END"]}, ["aE", "ND"]),
+        ("END a END b", {"stop": ["END"], "min_tokens": 3}, ["END a "]),
+        ("<<<thi", {}, ["<<<thi"]),
+        ("<t<think></think>", {}, ["<t<think></think>"]),
+        ("ab<tool_call>no JSON</tool_call>", {}, ["ab<tool_call>no JSON</tool_call>"]),
+        (f"<tool_call>{{<tool_call>{CALLED}b", {}, ["<tool_call>{<tool_call>", "b"]),
+        (f"yes{CALLED}yes", {"reason": FinishReason.LENGTH}, ["yes", "yes"]),
+        (f"yes{CALLED[:-20]}", {"reason": FinishReason.LENGTH}, ["yes" + CALLED[:-20]]),
     ],
 )
-def test_the_end_of_a_text_has_log_probabilities_too(text, options, count):
-    delta, _ = read(text, 1, logprobs=True, **options)
-    (part,) = delta.parts
-    assert [entry["id"] for entry in part.logprobs] == [*range(count)]
+def test_the_tokens_of_log_probabilities_join_to_the_text(text, options, expected, has_tokens):
+    """Of a mark, a thought, a call, a stop string and the end token there is none."""
+    parts = marked(text, has_tokens, **options)
+    assert [part.text for part in parts if part.kind == "text"] == expected
+    for part in parts:
+        joined = "".join(entry["token"] for entry in part.logprobs)
+        assert joined == (part.text if part.kind == "text" else "")
+
+
+def marked(text, has_tokens, reason=FinishReason.STOP, **options):
+    """The parts of a text whose tokens are characters, and marks if these are tokens."""
+    marks = Marks({mark: i for i, mark in enumerate(MARKS)} if has_tokens else {})
+    tokens = re.findall("|".join(MARKS) + r"|(?s:.)", text) if has_tokens else list(text)
+    names = {i: mark for i, mark in enumerate(MARKS)} | {ord(x): x for x in tokens if len(x) == 1}
+    ids = {name: i for i, name in names.items()}
+    model = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda tokens: names.get(tokens[0], "<end>")),
+        format=JsonTools(marks, Thoughts("<think>", "</think>")),
+    )
+    fields = {"messages": [], "tools": [{}], "stream": True, "stop": [], "min_tokens": 0}
+    fields |= {"logprobs": True, "max_tokens": 9} | options
+    choice, whole = CompletionChoice(0, model, fields, Prompt([1], "")), Delta()
+    told = [*((ids[name], name) for name in tokens), *[(-1, "")] * (reason == FinishReason.STOP)]
+    for i, (token, piece) in enumerate(told):
+        last = ended(reason) if i == len(told) - 1 else None
+        whole.add(choice.add(TokenOutput(0, token, piece, 0.0, completion=last)))
+    return whole.parts
+
+
+def test_a_part_of_a_character_belongs_to_its_text():
+    """The detokenizer tells a character with its last token; the end token tells what is left."""
+    model = SimpleNamespace(
+        tokenizer=SimpleNamespace(decode=lambda tokens: "\ufffd" if tokens[0] < 9 else "x"),
+        format=JsonTools(Marks({"</think>": 9}), Thoughts("<think>", "</think>")),
+    )
+    fields = {"messages": [], "tools": [], "stream": True, "stop": [], "min_tokens": 0}
+    fields |= {"logprobs": True, "max_tokens": 9}
+    told = [(1, ""), (9, "\ufffd</think>"), (2, ""), (3, "é"), (10, "x"), (4, ""), (11, "\ufffd")]
+    choice = CompletionChoice(0, model, fields, Prompt([1], "", Begin.THOUGHT))
+    whole = Delta()
+    for i, (token, piece) in enumerate(told):
+        last = ended(FinishReason.STOP) if i == len(told) - 1 else None
+        whole.add(choice.add(TokenOutput(0, token, piece, 0.0, completion=last)))
+    thought, text = whole.parts
+    assert (thought.text, thought.logprobs, text.text) == ("\ufffd", [], "éx\ufffd")
+    assert [entry["id"] for entry in text.logprobs] == [2, 3, 10, 4]
 
 
 @pytest.mark.parametrize("width", [1, 3, 1000])
