@@ -2,17 +2,19 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from functools import cache
+from functools import cache, wraps
 from numbers import Integral, Real
 from os import PathLike
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 MAX_INT32 = 2**31 - 1
 OLDEST_MLX_LM = "0.32"
 TESTED_MLX_LM = ("0.32.2",)
 _Choice = TypeVar("_Choice", bound=StrEnum)
+_T = TypeVar("_T")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class UntestedVersionError(RuntimeError):
@@ -44,6 +46,54 @@ def _warn_untested(mlx_lm: str) -> None:
     """Log one line in a process."""
     text = f"mlx-lm {mlx_lm} is untested: {' and '.join(TESTED_MLX_LM)} is tested"
     logging.getLogger("mlx_paged").warning(text)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error for a command's user, without the name of the Python call."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return re.sub(r"^\[\w+\] ", "", " ".join(str(error).split()))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question that names the known word that is most like `word`; "" if none is like it. A word
+    that is the beginning of another one is like it."""
+    from difflib import get_close_matches
+
+    known = [*known]
+    likely = get_close_matches(word.replace("_", "-"), known, n=1)
+    likely = likely or get_close_matches(word, known, n=1)
+    if not likely and len(word) > 2:
+        likely = [name for name in known if name.startswith(word)]
+    return f" (did you mean {likely[0]}?)" if likely else ""
+
+
+def suggesting(constructor: _Function) -> _Function:
+    """An ``__init__`` whose TypeError for an unknown keyword argument names the argument that is
+    most like it."""
+    from inspect import signature  # slow to import
+
+    known = [*signature(constructor).parameters][1:]
+
+    @wraps(constructor)
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        if unknown := options.keys() - known:
+            raise TypeError(unexpected(type(self).__name__, min(unknown), known))
+        return constructor(self, *args, **options)
+
+    return cast(_Function, checked)
+
+
+def suggesting_fields(cls: type[_T]) -> type[_T]:
+    """A dataclass with a :func:`suggesting` constructor."""
+    cls.__init__ = suggesting(cls.__init__)  # type: ignore[method-assign]
+    return cls
+
+
+def unexpected(function: str, name: str, known: Iterable[str]) -> str:
+    """What Python says of an unknown keyword argument, and the argument that is most like it."""
+    hint = did_you_mean(name, known)
+    return f"{function}() got an unexpected keyword argument {name!r}{hint}"
 
 
 def missing(packages: str, extra: str) -> str:

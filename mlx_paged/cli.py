@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_paged.arguments import UntestedVersionError, require_versions
+from mlx_paged.arguments import UntestedVersionError, did_you_mean, require_versions
 from mlx_paged.options import MAX_DRAFTS, Policy, PreemptionPolicy, checked_bits
 
 NUM_DRAFTS = 3
@@ -57,15 +57,6 @@ class Parser(argparse.ArgumentParser):
             message += did_you_mean(unknown.partition(" ")[0].partition("=")[0], flags)
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(2)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question that names the known word that is most like `word`; "" if none is like it."""
-    from difflib import get_close_matches
-
-    likely = get_close_matches(word.replace("_", "-"), [*known], n=1)
-    likely = likely or get_close_matches(word, [*known], n=1)
-    return f" (did you mean {likely[0]}?)" if likely else ""
 
 
 class Refused(argparse.Action):

@@ -16,6 +16,8 @@ from mlx_paged.vision.host import load_seeing
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
 """Names that configurations have for the number of positions."""
+TOKENIZER_FILES = ("tokenizer.*", "tokenization*", "*vocab*", "*.model", "*.tiktoken", "tekken*")
+"""Files of which a folder with a tokenizer has at least one. Others only configure a tokenizer."""
 
 
 def _draft_model(path: str) -> nn.Module:
@@ -75,6 +77,7 @@ def load_with_config(
     if not Path(path).exists() and not _may_be_hub_id(path):
         raise ValueError(f"model {path}: no such directory")
     _require_no_gguf(Path(path))
+    _require_tokenizer(Path(path))
     if sees and adapter_path is not None:
         raise ValueError("--adapter-path is given beside --vision: expected one of them")
     if sees and trust_remote_code:
@@ -115,6 +118,11 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return max(positions, int(scaling.get("factor", 1) * trained))
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether the folder of a model has the vocabulary of a tokenizer."""
+    return any(any(directory.glob(pattern)) for pattern in TOKENIZER_FILES)
+
+
 def _require_no_gguf(path: Path) -> None:
     """Raise ValueError for a GGUF file, or for a folder that has one and no safetensors."""
     is_gguf = path.suffix.lower() == ".gguf"
@@ -123,6 +131,15 @@ def _require_no_gguf(path: Path) -> None:
     if is_gguf:
         raise ValueError(
             f"model {path}: GGUF is not read: expected a folder with config.json and *.safetensors"
+        )
+
+
+def _require_tokenizer(path: Path) -> None:
+    """Raise ValueError for a folder that has weights, but no file of a tokenizer."""
+    if path.is_dir() and any(path.glob("*.safetensors")) and not has_tokenizer(path):
+        raise ValueError(
+            f"model {path}: it has no tokenizer: expected tokenizer.json or tokenizer.model in the"
+            " folder"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from mlx_paged.arguments import is_count, is_real, is_whole, require
+from mlx_paged.arguments import is_count, is_real, is_whole, require, suggesting_fields
 
 T = TypeVar("T")
 _Range = tuple[Callable[[Any], bool], str]
@@ -53,6 +53,7 @@ _SWITCH: _Range = (lambda x: isinstance(x, bool), "True or False")
 _CHOICE: _Range = (lambda x: isinstance(x, bool | None), "True, False or None")
 
 
+@suggesting_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_paged.arguments import require
+from mlx_paged.arguments import require, unexpected
 from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
@@ -40,7 +41,9 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.runner.model_probe import require_model
 from mlx_paged.sampling_params import SamplingParams
 
-ENGINE_OPTIONS = (Engine.__init__.__kwdefaults__ or {}).keys() - {"max_running", "prefill_chunk"}
+OWN_NAMES = {"model", "tokenizer", "max_running", "prefill_chunk"}
+"""Arguments of an engine that a generator has under a name of its own, or not."""
+ENGINE_OPTIONS = signature(Engine).parameters.keys() - OWN_NAMES
 
 
 class BatchGenerator:
@@ -91,8 +94,8 @@ class BatchGenerator:
         stream: Any = None,
         **engine_options: Any,
     ) -> None:
-        for name in engine_options.keys() - ENGINE_OPTIONS:
-            raise TypeError(f"BatchGenerator() got an unexpected keyword argument {name!r}")
+        for name in sorted(engine_options.keys() - ENGINE_OPTIONS):
+            raise TypeError(unexpected("BatchGenerator", name, ENGINE_OPTIONS))
         require_model("BatchGenerator", "model", model)
         for name in ("speculate", "draft_model"):
             given = engine_options.get(name)

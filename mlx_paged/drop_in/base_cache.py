@@ -220,7 +220,7 @@ class PagedCache(AttendingCache, _BaseCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Handles of all K/V, ``[B, H_kv, S, D]``, for a layer that reuses this layer's K/V."""
         if self.size() == 0:
-            raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
+            raise ValueError("the cache is empty: expected one with tokens")
         if self._latest is None:
             step = self.layer.pool.step(self.rows, self.ids, PaddedSpans.of(self.starts, 0))
             self._latest = StepView(self.layer, step, self.window)

@@ -201,8 +201,8 @@ class EngineCore:
         Raises:
             ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
         """
-        check_queueing("add_beam_search", priority, cache_salt)
-        params = checked_params("add_beam_search", params, options, self._encode, prompt)
+        check_queueing("beam_search", priority, cache_salt)
+        params = checked_params("beam_search", params, options, self._encode, prompt)
         # Each live hypothesis writes into a block of its own.
         vocab_size = self.token_ids.columns
         max_beams = vocab_size or self.scheduler.allocator.num_blocks

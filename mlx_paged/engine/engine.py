@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from mlx_paged.arguments import require
+from mlx_paged.arguments import require, suggesting
 from mlx_paged.engine.chats import Chat, ChatPrompt, Chats, Reader, chat_list
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.models import EngineModels
@@ -107,6 +107,7 @@ class Engine(WaitingCalls):
         OSError: `metrics_jsonl` cannot be written.
     """
 
+    @suggesting
     def __init__(
         self,
         model: nn.Module,
@@ -225,6 +226,7 @@ class Engine(WaitingCalls):
     def _chats(self) -> Chats:
         return Chats(self.tokenizer, self._eyes)
 
+    @exclusive
     def chat(
         self,
         messages: Chat | Sequence[Chat],
@@ -289,6 +291,7 @@ class Engine(WaitingCalls):
         done = self._complete(added(), read)
         return [readers[completion.request_id].completion(completion) for completion in done]
 
+    @exclusive
     def stream_chat(
         self,
         messages: Chat,

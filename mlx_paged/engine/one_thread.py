@@ -35,30 +35,38 @@ class Occupancy:
 
 
 def exclusive(method: _Method) -> _Method:
+    """An :func:`exclusive_as` method whose error has the name of the method."""
+    return exclusive_as(method.__name__)(method)
+
+
+def exclusive_as(call: str) -> Callable[[_Method], _Method]:
     """A method that raises RuntimeError for a thread while another thread is inside any exclusive
     method of the same object, which has an :class:`Occupancy` as ``occupancy``. It does not wait.
-    The thread that is inside may enter again."""
+    The thread that is inside may enter again. The error says that `call` is called."""
 
-    @wraps(method)
-    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        occupancy: Occupancy = self.occupancy
-        _refuse_others(occupancy, method.__name__)
-        # Two threads that find it free at the same time enter one after the other. No statement
-        # between the entry and `try` can be interrupted by Ctrl-C.
-        with occupancy.lock:
-            _refuse_others(occupancy, method.__name__)  # a service may have come meanwhile
-            outer, occupancy.thread = occupancy.thread, threading.get_ident()
-            try:
-                return method(self, *args, **kwargs)
-            finally:
-                occupancy.thread = outer
+    def decorate(method: _Method) -> _Method:
+        @wraps(method)
+        def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+            occupancy: Occupancy = self.occupancy
+            _refuse_others(occupancy, call)
+            # Two threads that find it free at the same time enter one after the other. No
+            # statement between the entry and `try` can be interrupted by Ctrl-C.
+            with occupancy.lock:
+                _refuse_others(occupancy, call)  # a service may have come meanwhile
+                outer, occupancy.thread = occupancy.thread, threading.get_ident()
+                try:
+                    return method(self, *args, **kwargs)
+                finally:
+                    occupancy.thread = outer
 
-    return cast(_Method, guarded)
+        return cast(_Method, guarded)
+
+    return decorate
 
 
-def _refuse_others(occupancy: Occupancy, method: str) -> None:
+def _refuse_others(occupancy: Occupancy, call: str) -> None:
     if occupancy.thread not in (None, threading.get_ident()):
         raise RuntimeError(
-            f"[Engine] {method} is called while another thread uses the engine: "
+            f"[Engine] {call} is called while another thread uses the engine: "
             "expected one thread at a time; an EngineService lets several threads share one"
         )

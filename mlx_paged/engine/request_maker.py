@@ -61,11 +61,11 @@ def check_beams(
     max_beams: int,
 ) -> None:
     """ValueError unless a beam search can be done with these arguments."""
-    caller = "add_beam_search"
+    caller = "beam_search"
     if params.temperature > 0 or params.stop or params.sampler is not None:
         raise ValueError(
-            f"[{caller}] temperature, stop or sampler is given: expected none of them, a"
-            " beam search takes the likeliest continuations and ends at tokens"
+            f"[{caller}] temperature, stop or sampler is given: expected temperature 0, no stop and"
+            " no sampler"
         )
     wanted = params.prompt_logprobs
     require(wanted is None, caller, "prompt_logprobs", wanted, "None in a beam search")

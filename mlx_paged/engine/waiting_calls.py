@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_paged.arguments import is_whole, require, shown
 from mlx_paged.engine.core import EngineCore
-from mlx_paged.engine.one_thread import exclusive
+from mlx_paged.engine.one_thread import exclusive, exclusive_as
 from mlx_paged.engine.text import Prompt, prompt_list
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.sampling_params import SamplingParams
@@ -64,6 +64,7 @@ class WaitingCalls(EngineCore):
         else:
             stream.outputs.append(output)
 
+    @exclusive
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -96,6 +97,7 @@ class WaitingCalls(EngineCore):
             on_output,
         )
 
+    @exclusive
     def sample(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -137,6 +139,7 @@ class WaitingCalls(EngineCore):
             return groups
         return [likeliest(group, n) for group in groups]
 
+    @exclusive
     def beam_search(
         self, prompt: Prompt, num_beams: int, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
@@ -147,6 +150,7 @@ class WaitingCalls(EngineCore):
         ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
         return self._complete(ids, None)[0]
 
+    @exclusive
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Generator[TokenOutput]:
@@ -163,9 +167,8 @@ class WaitingCalls(EngineCore):
         next(outputs)  # a generator that was never started would not reach its `finally`
         return outputs
 
-    @exclusive
     def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
-        """Add requests and wait for all of them."""
+        """Add requests and wait for all of them, within an exclusive method."""
         is_callable = on_output is None or callable(on_output)
         require(is_callable, "generate", "on_output", on_output, "a callable or None")
         ids: list[int] = []
@@ -214,7 +217,7 @@ class WaitingCalls(EngineCore):
             if self.occupancy.thread is None:
                 self._abort_dropped()
 
-    @exclusive
+    @exclusive_as("close of a stream")
     def _abort_dropped(self) -> None:
         while self._dropped:
             request_id = self._dropped.popleft()

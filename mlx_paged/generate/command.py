@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_paged.arguments import one_line
 from mlx_paged.cli import Parser
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.batch_job import BatchModel, make_batch_job
 from mlx_paged.generate.flags import check_batch_flags
-from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
+from mlx_paged.generate.jobs import Job, add_all, make_job, params_of, prompt_specs
 from mlx_paged.generate.prompts_file import PromptSpec
 from mlx_paged.generate.report import (
     RULE,

@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.server import process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.arguments import one_line
 from mlx_paged.chat.encoding import encoded
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
@@ -151,8 +152,7 @@ def make_job(
         n = args.n if spec.n is None else spec.n
         if args.best_of is not None and n > args.best_of:
             raise ValueError(f"n is {n}: expected at most --best-of {args.best_of}")
-        if args.beams is not None and (n > 1 or args.best_of is not None):
-            raise ValueError("n or --best-of is given with --beams: expected one of them")
+        _check_beams(args, params, n)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{spec.source}: {one_line(error)}") from error
     refusal = ""
@@ -185,7 +185,7 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[
         try:
             engine.grammars.compile(jobs[0].params)
         except ValueError as error:
-            reason = one_line(error).removeprefix("[SamplingParams] json_schema: ")
+            reason = one_line(error).removeprefix("json_schema: ")
             raise ValueError(f"--json-schema: {reason}") from error
     for job in jobs:
         try:
@@ -200,10 +200,14 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[
     return ids, refusals
 
 
-def one_line(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+def _check_beams(args: argparse.Namespace, params: SamplingParams, n: int) -> None:
+    """Raise ValueError if --beams is given beside an option that a beam search does not have."""
+    if args.beams is None:
+        return
+    if n > 1 or args.best_of is not None:
+        raise ValueError("n or --best-of is given with --beams: expected one of them")
+    if params.temperature > 0 or params.stop:
+        raise ValueError("--temp or --stop is given with --beams: expected one of them")
 
 
 def _prompt_text(prompt: str) -> str:

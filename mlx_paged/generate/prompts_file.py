@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mlx_paged.arguments import one_line
 from mlx_paged.generate.batch_lines import BatchLine, is_batch_line, read_line
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.vision.images import is_image, parts_of
@@ -62,8 +63,7 @@ def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
                 raise entry
             specs.append(_parse(entry, source))
         except ValueError as error:
-            reason = str(error).removeprefix("[SamplingParams] ")
-            raise ValueError(f"{source}: {reason}") from None
+            raise ValueError(f"{source}: {one_line(error)}") from None
     return specs
 
 

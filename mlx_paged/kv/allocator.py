@@ -42,9 +42,9 @@ class BlockAllocator:
     def __init__(
         self, num_blocks: int, block_size: int, groups: Seq[LayerGroup] = ONE_GROUP, chunk: int = 0
     ) -> None:
-        self.block_size = block_size = integer("BlockAllocator", "block_size", block_size, 1)
+        self.block_size = block_size = integer("Engine", "block_size", block_size, 1)
         max_blocks = MAX_INT32 // block_size  # slots are int32
-        self.num_blocks = integer("BlockAllocator", "num_blocks", num_blocks, 1, max_blocks)
+        self.num_blocks = integer("Engine", "num_blocks", num_blocks, 1, max_blocks)
         self.groups = tuple(groups)
         self.chunk = chunk
         self.prefix_hit_tokens = 0
@@ -117,7 +117,7 @@ class BlockAllocator:
             OutOfBlocksError: too few blocks; nothing changed.
         """
         if seq_id in self._sequences:
-            raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
+            raise ValueError(f"seq_id {seq_id} is in use: expected a new id")
         match, store = self.prefixes.match(tokens, num_tokens, salt), self.store
         num_full = len(match.hashes)
         blocks = [[entry.block for entry in entries] for entries in match.blocks]

@@ -312,6 +312,8 @@ class KVBlockManager:
     def _check_new(self, op: str, seq_id: int) -> None:
         if seq_id in self._spilled:
             raise ValueError(f"[{op}] sequence {seq_id} is spilled: expected a new id")
+        if seq_id in self.allocator:
+            raise ValueError(f"[{op}] sequence {seq_id} is in use: expected a new id")
 
     @property
     def blocks_in_use(self) -> int:

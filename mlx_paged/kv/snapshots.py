@@ -40,7 +40,7 @@ class Snapshots:
     HP Labs technical report 1998)."""
 
     def __init__(self, max_snapshots: int) -> None:
-        self.max_snapshots = integer("Snapshots", "max_snapshots", max_snapshots, 1)
+        self.max_snapshots = integer("Engine", "max_snapshots", max_snapshots, 1)
         self._by_key: dict[tuple[int, int], Snapshot] = {}  # the latest used last
         self._runs: dict[int, set[int]] = {}  # by block
         self._floor = 0

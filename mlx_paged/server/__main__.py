@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missi
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM, which raise KeyboardInterrupt. Returns 2 after a mistake."""
-    from mlx_paged.arguments import UntestedVersionError, missing, require_versions
+    from mlx_paged.arguments import UntestedVersionError, missing, one_line, require_versions
     from mlx_paged.server import flags
 
     args = flags.parse(argv)
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         message = missing(str(error.name), "server")
     except (ValueError, OSError, UntestedVersionError) as error:
-        message = str(error)
+        message = one_line(error)
     print(f"mlx_paged.server: error: {message}", file=sys.stderr)
     return 2
 
@@ -51,7 +51,7 @@ def _log_to_stderr(level: str) -> None:
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator["Server"]:
     """A server that listens. Its ``run`` answers requests and may run in any thread. Raises
-    ValueError for a model, an option or the address, OSError for a file of TLS,
+    ValueError for a model, an option or the address, OSError for a file that cannot be read,
     ModuleNotFoundError without the extra "server"."""
     from mlx_paged.cli import demo_model_path
     from mlx_paged.server import sockets

@@ -10,7 +10,7 @@ from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
 from mlx_paged.formats.registry import FORMATS
 from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.protocol.fields import MAX_SAMPLES
-from mlx_paged.server import keys
+from mlx_paged.server import keys, tls
 from mlx_paged.server.keys import API_KEY_VARIABLE
 
 FORMAT_NAMES = [form.name for form in FORMATS]
@@ -133,11 +133,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"{flag} is given: {meaning} is not supported")
     if args.prompt_cache_size not in (0, 10):
         parser.error("--prompt-cache-size: expected 0 or 10, for --kv-memory limits the cache")
-    if bool(args.ssl_certfile) != bool(args.ssl_keyfile):
-        parser.error("--ssl-certfile and --ssl-keyfile: expected both or none")
     if not isinstance(args.chat_template_args, dict):
         parser.error("--chat-template-args: expected a JSON object")
     try:
+        tls.check(args)
         args.api_keys = keys.of_arguments(args)
     except ValueError as error:
         parser.error(str(error))

@@ -6,6 +6,8 @@ from typing import Any
 
 from mlx_lm.utils import _get_classes
 
+from mlx_paged.loading import has_tokenizer
+
 MAX_HEADER = 1 << 27
 """Bytes of the header of a file of weights."""
 
@@ -33,7 +35,7 @@ def problem(directory: Path, trusts: bool, sees: bool) -> str | None:
                 return f"{missing[0]} is missing, which {index.name} names"
         for file in weights:
             _check_weights(file)
-        if not any([*directory.glob("*token*"), *directory.glob("*vocab*")]):
+        if not has_tokenizer(directory):
             return "it has no tokenizer"
     except Exception as error:  # a file can have anything
         return f"{type(error).__name__}: {error}"[:300]

@@ -7,6 +7,7 @@ from mlx_paged.starting import start
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Chat until the user leaves. Returns 0; mistakes exit with 2."""
+    from mlx_paged.arguments import one_line
     from mlx_paged.terminal.flags import make_parser
 
     parser = make_parser()
@@ -17,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(one_line(error))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
+from mlx_paged.arguments import one_line
 from mlx_paged.engine.engine import Engine
 from mlx_paged.loading import engine_options, load_model
 from mlx_paged.outputs import TokenOutput
@@ -105,7 +106,7 @@ class Session:
             stream = self._engine.stream_chat(self.messages, **self._options)
         except ValueError as error:  # of this message, such as one that is too long
             self.messages.pop()
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"error: {one_line(error)}", file=sys.stderr)
             return
         said: list[str] = []
         try:

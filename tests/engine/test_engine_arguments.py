@@ -1,6 +1,8 @@
 """Wrong arguments of an engine, of its service and of prompt caches are named."""
 
 import re
+from dataclasses import replace
+from inspect import signature
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -13,6 +15,7 @@ from mlx_paged import (
     BatchGenerator,
     Engine,
     EngineService,
+    SamplingParams,
     UnsupportedModelError,
     make_prompt_cache,
 )
@@ -55,6 +58,39 @@ def test_a_tokenizer_of_transformers_is_one(loaded):
     ours, expected = (e.generate("def main(", max_tokens=64)[0] for e in engines)
     assert ours.text == expected.text != ""
     assert ours.finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda e: SamplingParams(temp=0.7),
+            "SamplingParams() {}'temp' (did you mean temperature?)",
+        ),
+        (lambda e: e.generate("x", temp=0.7), "{}'temp' (did you mean temperature?)"),
+        (lambda e: e.add_request([1], max_token=7), "{}'max_token' (did you mean max_tokens?)"),
+        (lambda e: e.sample("x", 2, topp=0.7), "{}'topp' (did you mean top_p?)"),
+        (lambda e: e.stream("x", zzz=0.7), "SamplingParams() {}'zzz'"),
+        (lambda e: replace(SamplingParams(), temp=1), "{}'temp' (did you mean temperature?)"),
+        (lambda e: Engine(None, kv_mem=1), "Engine() {}'kv_mem' (did you mean kv_memory?)"),
+        (lambda e: Engine(None, max_run=1), "Engine() {}'max_run' (did you mean max_running?)"),
+        (
+            lambda e: BatchGenerator(None, prefix=False),
+            "BatchGenerator() {}'prefix' (did you mean prefix_cache?)",
+        ),
+    ],
+)
+def test_an_unknown_option_is_answered_with_a_similar_one(loaded, call, message):
+    engine = Engine(*loaded, num_blocks=16, prewarm=False)
+    expected = re.escape(message.format("got an unexpected keyword argument "))
+    with pytest.raises(TypeError, match=f"{expected}$"):
+        call(engine)
+    assert not engine.has_work
+
+
+def test_the_signatures_of_classes_that_suggest_are_whole():
+    assert signature(SamplingParams).parameters["temperature"].default == 0.0
+    assert signature(Engine).parameters["kv_disk_gb"].default == 20.0
 
 
 WRONG = {

@@ -64,8 +64,8 @@ def elsewhere(function):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_second_thread_is_refused_while_the_first_is_inside(model, engine, call):
+@pytest.mark.parametrize("name", CALLS)
+def test_a_second_thread_is_refused_while_the_first_is_inside(model, engine, name):
     gate, done = Gate(), []
     first = threading.Thread(
         target=lambda: done.extend(
@@ -75,8 +75,8 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(model, engine, cal
     first.start()
     try:
         assert gate.inside.wait(TIMEOUT)
-        with pytest.raises(RuntimeError, match=r"another thread uses the engine.* EngineService"):
-            call(engine)
+        with pytest.raises(RuntimeError, match=rf"^\[Engine\] {name} is called while another"):
+            CALLS[name](engine)
     finally:
         gate.opened.set()
         first.join(TIMEOUT)
@@ -158,3 +158,16 @@ def test_threads_that_take_turns_lose_no_error_of_a_gpu(model, monkeypatch):
     assert engine.stats.faults > 0
     assert other.manager.runner.error is None
     assert engine.device_faults == 0 and engine.scheduler.max_running == 32
+
+
+def test_each_refused_call_has_its_own_name(engine):
+    """Also the calls that wait for their requests, and the end of a stream in another thread."""
+    engine.occupancy.thread = threading.get_ident() + 1
+    calls = CALLS | {
+        "chat": lambda e: e.chat([{"role": "user", "content": "x"}]),
+        "stream_chat": lambda e: e.stream_chat([{"role": "user", "content": "x"}]),
+        "close of a stream": lambda e: e._abort_dropped(),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=rf"^\[Engine\] {name} is called while another"):
+            call(engine)

@@ -57,9 +57,13 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--beams", 2, "--n", 2], "n or --best-of is given with --beams: expected one of them"),
         (
             ["--beams", 10**6],
-            "--prompt: [add_beam_search] num_beams is 1000000: expected",
+            "--prompt: num_beams is 1000000: expected",
         ),
-        (["--beams", 2, "--temp", 1], "temperature, stop or sampler is given: expected none"),
+        (
+            ["--beams", 2, "--temp", 1],
+            "--temp or --stop is given with --beams: expected one of them",
+        ),
+        (["--beams", 2, "--stop", "x"], "--temp or --stop is given with --beams: expected one of"),
         (["--max-stall-ms", 0], "--max-stall-ms: expected a number of milliseconds above 0"),
         (["--policy", "lifo"], "invalid choice: 'lifo' (choose from 'fcfs', 'priority', 'short"),
         (["--preempt", "all"], "invalid choice: 'all' (choose from 'newest', 'longest', 'fewest"),
@@ -114,14 +118,14 @@ def test_a_schema_without_llguidance_says_what_to_install(run, tmp_path, monkeyp
     schema.write_text('{"type": "string"}')
     result = run("-p", FUNCTION, "--json-schema", schema)
     message = "a grammar is given, but llguidance is missing: expected pip install '.[structured]'"
-    assert_one_line_mistake(result, f"error: --json-schema: [SamplingParams] {message}")
+    assert_one_line_mistake(result, f"error: --json-schema: {message}")
 
 
 def test_a_wrong_schema_of_a_line_names_its_line(run, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "x", "json_schema": {"type": "strin"}}')
     result = run("--prompts-file", path)
-    assert_one_line_mistake(result, "line 1: [SamplingParams] json_schema: Invalid type: strin")
+    assert_one_line_mistake(result, "line 1: json_schema: Invalid type: strin")
 
 
 def test_no_prompt_is_a_mistake(run):
@@ -147,6 +151,17 @@ def test_something_that_is_no_model_is_a_mistake(run, tmp_path):
         assert_one_line_mistake(
             run("-p", "x", "--model", path), f"model {path}: cannot be loaded ("
         )
+
+
+def test_a_model_without_a_tokenizer_is_a_mistake(run, tmp_path):
+    """Without any of these files the library would make a tokenizer that has no tokens."""
+    for kept in ((), ("tokenizer_config.json",)):
+        path = tmp_path / str(len(kept))
+        path.mkdir()
+        for name in ("config.json", "model.safetensors", *kept):
+            (path / name).symlink_to(demo_model_path() / name)
+        message = f"model {path}: it has no tokenizer: expected tokenizer.json or tokenizer.model"
+        assert_one_line_mistake(run("-p", "x", "--model", path), message)
 
 
 def test_a_model_that_the_hub_does_not_give_is_a_mistake(run, monkeypatch):
@@ -209,7 +224,7 @@ def test_a_bad_line_is_reported_with_its_number(run, tmp_path, line, message):
     [
         (
             {"prompt": "x", "logit_bias": {"99999": 1}},
-            "[SamplingParams] logit_bias names token 99",
+            "logit_bias names token 99",
         ),
         (
             {"prompt": "x", "max_tokens": 2048},

@@ -272,7 +272,7 @@ class TestHowManyAreKept:
         allocator.check_integrity()
 
     def test_at_least_one(self):
-        message = r"\[Snapshots\] max_snapshots is 0: expected an integer >= 1"
+        message = r"max_snapshots is 0: expected an integer >= 1"
         with pytest.raises(ValueError, match=message):
             Snapshots(0)
 

@@ -272,12 +272,48 @@ def test_a_stream_gets_comments_until_its_first_token(monkeypatch):
             assert b"data: [DONE]" in response.read()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
-def test_the_server_speaks_tls(tmp_path):
-    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
-    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 2"
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="needs openssl to make a certificate"
+)
+
+
+def certified(directory, ends="-nodes"):
+    """Files of a new certificate and its key."""
+    directory.mkdir(exist_ok=True)
+    key, certificate = str(directory / "key.pem"), str(directory / "cert.pem")
+    command = f"openssl req -x509 -newkey rsa:2048 {ends} -keyout {key} -out {certificate} -days 2"
     command += " -subj /CN=localhost -addext subjectAltName=DNS:localhost"
     subprocess.run(command.split(), check=True, capture_output=True)
+    return certificate, key
+
+
+@needs_openssl
+def test_a_wrong_file_of_tls_is_named_with_its_flag(tmp_path, capsys):
+    certificate, key = certified(tmp_path)
+    _, other = certified(tmp_path / "other")
+    _, locked = certified(tmp_path / "locked", "-passout pass:secret")
+    gone, text = str(tmp_path / "gone.pem"), str(tmp_path / "text.pem")
+    Path(text).write_text("no certificate")
+    for files, message in {
+        (gone, key): f"--ssl-certfile {gone}: No such file or directory",
+        (certificate, gone): f"--ssl-keyfile {gone}: No such file or directory",
+        (certificate, str(tmp_path)): f"--ssl-keyfile {tmp_path}: Is a directory",
+        (text, key): f"--ssl-certfile {text}: expected a certificate (PEM)",
+        (key, key): f"--ssl-certfile {key}: expected a certificate (PEM)",
+        (certificate, text): f"--ssl-keyfile {text}: expected a private key (PEM)",
+        (certificate, certificate): f"--ssl-keyfile {certificate}: expected a private key (PEM)",
+        (certificate, locked): f"--ssl-keyfile {locked}: expected a private key (PEM) without",
+        (certificate, other): f"--ssl-keyfile {other}: expected the private key of --ssl-certfile",
+    }.items():
+        with pytest.raises(SystemExit):
+            server_flags.parse(["--ssl-certfile", files[0], "--ssl-keyfile", files[1]])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"mlx_paged.server: error: {message}")
+
+
+@needs_openssl
+def test_the_server_speaks_tls(tmp_path):
+    certificate, key = certified(tmp_path)
     flags = ["--ssl-certfile", certificate, "--ssl-keyfile", key]
     context = ssl.create_default_context(cafile=certificate)
 
