@@ -7,8 +7,12 @@ from functools import wraps
 from random import Random
 
 import pytest
+from hypothesis import settings
 
 from mlx_paged.runner.model_runner import ModelRunner
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault
+settings.load_profile("no deadline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

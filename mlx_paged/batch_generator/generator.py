@@ -95,7 +95,8 @@ class BatchGenerator:
         **engine_options: Any,
     ) -> None:
         for name in sorted(engine_options.keys() - ENGINE_OPTIONS):
-            raise TypeError(unexpected("BatchGenerator", name, ENGINE_OPTIONS))
+            known = ENGINE_OPTIONS if name not in OWN_NAMES else ()
+            raise TypeError(unexpected("BatchGenerator", name, known))
         require_model("BatchGenerator", "model", model)
         for name in ("speculate", "draft_model"):
             given = engine_options.get(name)
