@@ -27,6 +27,7 @@ from tqdm import tqdm
 from bench.command import MIB, add_model, add_rounds, make_parser, print_result, table
 from bench.machine import Clock, check_machine, machine_text
 from bench.models import named_model, random_prompts
+from bench.pairs import turns
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
 from mlx_paged.cli import COUNT
 from mlx_paged.drop_in.base_cache import PagedCache
@@ -198,9 +199,10 @@ def measure_calls(args: argparse.Namespace, model: nn.Module, costs: Costs) -> N
     makers = {"mlx_lm": make_mlx_lm_cache, "mlx_paged": make_prompt_cache}
     sizes = (args.rows, args.tokens, args.admitted_tokens)
     batches = {name: LiveBatch(make, model, *sizes) for name, make in makers.items()}
-    for call, (_, run) in CALLS.items():
-        for name, batch in batches.items():
-            costs[call, name].append(run(batch))
+    calls = [(call, run) for call, (_, run) in CALLS.items()]
+    for i, name in turns(batches, len(calls)):
+        call, run = calls[i]
+        costs[call, name].append(run(batches[name]))
 
 
 class Streams:
@@ -289,9 +291,8 @@ def measure(args: argparse.Namespace, model: nn.Module) -> Costs:
         measure_calls(args, model, costs)
     streams = start_streams(args, model)
     visitors = random_prompts(args.rounds, args.visitor_tokens, args.model, seed=1)
-    for visitor in tqdm(visitors, desc="visits", disable=None):
-        for name, each in streams.items():
-            costs[VISIT, name].append(each.visit(visitor))
+    for i, name in turns(streams, args.rounds, title="visits"):
+        costs[VISIT, name].append(streams[name].visit(visitors[i]))
     return costs
 
 

@@ -27,6 +27,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from bench.command import add_rounds, make_parser, print_result, table, text_of
 from bench.machine import check_machine, machine_text
 from bench.models import SIZES, random_llama
+from bench.pairs import ratio, turns
 from mlx_paged import Engine, SamplingParams, demo_model_path
 from mlx_paged.cli import COUNT
 from mlx_paged.loading import load_model
@@ -298,17 +299,16 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in range(args.rounds):
         for engine in engines.values():
             engine.reset_prefix_cache()
-        for i, prompt in enumerate(prompts):
-            for name, engine in engines.items():
-                reused[name][i], seconds = run_turn(engine, prompt, not args.no_turn_ends)
-                times[name][i].append(seconds)
+        for i, name in turns(engines, len(prompts)):
+            turn = run_turn(engines[name], prompts[i], not args.no_turn_ends)
+            reused[name][i], seconds = turn
+            times[name][i].append(seconds)
     rows = []
     for i, prompt in enumerate(prompts):
         row: dict[str, Any] = {"turn": i + 1, "agent": prompt.agent, "tokens": len(prompt.tokens)}
         row |= {"known": prompt.known} | {f"{name} reused": reused[name][i] for name in engines}
         row |= {f"{name} ms": round(1000 * median(times[name][i]), 1) for name in engines}
-        pairs = zip(times[args.model][i], times["llama"][i], strict=True)
-        row["ratio"] = round(median(ours / theirs for ours, theirs in pairs), 2)
+        row["ratio"] = round(ratio(times[args.model][i], times["llama"][i]).median, 2)
         rows.append(row)
     return rows
 

@@ -35,6 +35,7 @@ from bench.command import (
 )
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
+from bench.pairs import in_turns
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, KV_BLOCK_SIZES
 from mlx_paged.kv.blocks import ceil_div
@@ -234,13 +235,19 @@ def time_mlx_lm(model: nn.Module, work: Workload) -> Timed:
 
 def time_samples(model: nn.Module, work: Workload, num_rounds: int) -> dict[str, Any]:
     """Get the samples in three ways, in turns; medians of the times."""
-    runs: defaultdict[str, list[Timed]] = defaultdict(list)
-    for _ in tqdm(range(num_rounds), unit="round", disable=None):
-        engine = make_engine(model, work, work.n)
-        runs["forked"].append(time_engine(forked_samples, engine, work))
+
+    def forked() -> Timed:
+        return time_engine(forked_samples, make_engine(model, work, work.n), work)
+
+    def separate() -> Timed:
         engine = make_engine(model, work, work.n, prefix_cache=False)
-        runs["separate"].append(time_engine(separate_samples, engine, work))
-        runs["mlx_lm"].append(time_mlx_lm(model, work))
+        return time_engine(separate_samples, engine, work)
+
+    def mlx_lm() -> Timed:
+        return time_mlx_lm(model, work)
+
+    courses = {"forked": forked, "separate": separate, "mlx_lm": mlx_lm}
+    runs = in_turns(courses, num_rounds, title="rounds")
     pairs = zip(runs["forked"][0].samples, runs["separate"][0].samples, strict=True)
     result: dict[str, Any] = {"same_samples": sum(a == b for a, b in pairs)}
     for name, each in runs.items():

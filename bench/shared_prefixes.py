@@ -9,8 +9,7 @@ engine that serves agents with one system prompt, then samples of one prompt.
 
 import argparse
 import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -21,9 +20,10 @@ import mlx.core as mx
 import numpy as np
 
 from bench.command import GIB, add_model, add_rounds, make_parser, print_result, table
-from bench.machine import check_machine, machine_text, measure_read
+from bench.machine import Clock, check_machine, machine_text, measure_read
 from bench.models import named_model, random_prompts
 from bench.paged_attention.cases import DTYPES, HeadCounts
+from bench.pairs import in_turns, ratio
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.cli import COUNT
 from mlx_paged.kv.blocks import ceil_div
@@ -75,21 +75,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def in_turns(rounds: int, ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+def measured(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each way, round by round, after a round that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds + 1):
-        for name, run in ways.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: times[1:] for name, times in seconds.items()}
+    courses = {name: partial(Clock.WALL.seconds, run, 1) for name, run in ways.items()}
+    return in_turns(courses, rounds, warm_up=1)
 
 
 def gain(seconds: dict[str, list[float]]) -> float:
     """How many times as long "alone" took as "together": the median of the rounds' ratios."""
-    pairs = zip(seconds["alone"], seconds["together"], strict=True)
-    return median(alone / together for alone, together in pairs)
+    return ratio(seconds["alone"], seconds["together"]).median
 
 
 def attention(batch: Batch, heads: HeadCounts, dtype: str) -> dict[str, Callable[[], object]]:
@@ -139,7 +133,7 @@ def measure_op(args: argparse.Namespace, machine: dict[str, float]) -> list[dict
     read_gb_s = max(measure_read().values())
     rows = []
     for heads, dtype, batch in product(args.heads, args.dtypes, args.batches):
-        seconds = in_turns(args.rounds, attention(batch, heads, dtype))
+        seconds = measured(attention(batch, heads, dtype), args.rounds)
         least = least_seconds(batch, heads, dtype, read_gb_s, machine["gemm_gflops"])
         row = {"heads": str(heads), "dtype": dtype, "batch": str(batch)}
         row |= {f"{name}_ms": round(1000 * median(times), 3) for name, times in seconds.items()}
@@ -178,7 +172,7 @@ def measure_served(args: argparse.Namespace) -> list[dict[str, Any]]:
             way: Engine(model, cascade=way == "together", max_running=widest)
             for way in ("alone", "together")
         }
-        seconds = in_turns(args.rounds, {way: partial(serve, e) for way, e in engines.items()})
+        seconds = measured({way: partial(serve, e) for way, e in engines.items()}, args.rounds)
         rate = {
             f"{way}_tokens_s": round(count * args.max_tokens / median(times), 1)
             for way, times in seconds.items()

@@ -11,17 +11,18 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
-from tqdm import tqdm
 
 from bench.command import AT_LEAST_TWO, add_model, add_rounds, make_parser, print_result, table
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
+from bench.pairs import in_turns, ratio
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, MILLISECONDS
 from mlx_paged.scheduler.budget import MIN_CHUNK
@@ -148,6 +149,11 @@ def play(server: Server, scenario: Scenario) -> Round:
     return Round(gaps_before, gaps, first_token - arrival, times)
 
 
+def play_new(make: Callable[[], Server], scenario: Scenario) -> Round:
+    """The same with a new engine."""
+    return play(make(), scenario)
+
+
 def measure_floor(engine: Engine, scenario: Scenario) -> tuple[float, float]:
     """The least that any schedule takes, medians in milliseconds.
 
@@ -190,7 +196,7 @@ def summary(rounds: list[Round], bound_ms: float, promise_ms: float) -> dict[str
 
 def max_gap_ratio(slow: list[Round], fast: list[Round]) -> float:
     """Largest gap of one engine over that of another in the same round: the median of rounds."""
-    return median(max(a.gaps) / max(b.gaps) for a, b in zip(slow, fast, strict=True))
+    return ratio([max(each.gaps) for each in slow], [max(each.gaps) for each in fast]).median
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -260,23 +266,21 @@ def main(argv: list[str] | None = None) -> None:
         " such a chunk."
     )
     makers = servers(args, model, scenario)
-    rounds: dict[str, list[Round]] = {name: [] for name in makers}
-    for _ in tqdm(range(args.rounds), unit="round", disable=None):
-        for name, make in makers.items():
-            rounds[name].append(play(make(), scenario))
+    courses = {name: partial(play_new, make, scenario) for name, make in makers.items()}
+    rounds = in_turns(courses, args.rounds, title="rounds")
 
     rows = {name: summary(each, args.max_stall_ms, promise_ms) for name, each in rounds.items()}
     print(gap_table(rows))
     bounded, _, stock, _ = rounds
-    ratio = max_gap_ratio(rounds[stock], rounds[bounded])
-    print(f"Largest gap, {stock} over {bounded}: {ratio:.1f}x (median of rounds)")
+    gap_ratio = max_gap_ratio(rounds[stock], rounds[bounded])
+    print(f"Largest gap, {stock} over {bounded}: {gap_ratio:.1f}x (median of rounds)")
     result = {
         **vars(args),
         **machine,
         "floor_decode_ms": round(decode_ms, 2),
         "floor_min_chunk_ms": round(chunk_ms, 2),
         "engines": rows,
-        "max_gap_ratio": round(ratio, 2),
+        "max_gap_ratio": round(gap_ratio, 2),
     }
     print_result("stalls", result)
 

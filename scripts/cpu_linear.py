@@ -26,6 +26,7 @@ import numpy as np
 
 from bench.command import print_result, table
 from bench.machine import check_machine, cores, machine_text
+from bench.pairs import in_turns, ratio
 from mlx_paged.doctor.speed import MemoryReader
 from mlx_paged.ops.cpu_layers import CPULayers
 
@@ -142,22 +143,19 @@ def compare(kind: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     if args.ggml is not None:
         other = Ggml(args.ggml, kind, count, depth, width, rows)
         runs["llama.cpp"] = lambda: other.run, count
-    found: dict[str, list[float]] = {name: [] for name in (*runs, "read")}
     reader = MemoryReader(cores(), 10**6 * MEGABYTES)
-    for _ in range(args.rounds):
-        found["read"].append(10**6 * MEGABYTES / seconds(lambda: reader.read) / 1e9)
-        for name, (prepare, products) in runs.items():
-            found[name].append(1000 * seconds(prepare) / products)
+    courses = {name: partial(seconds, prepare) for name, (prepare, _) in runs.items()}
+    times = in_turns({"read": lambda: seconds(lambda: reader.read)} | courses, args.rounds)
+    read_gb_s = [10**6 * MEGABYTES / each / 1e9 for each in times["read"]]
+    ms = {name: [1000 * each / runs[name][1] for each in times[name]] for name in runs}
     result: dict[str, Any] = {"weights": kind, "rows": rows}
-    result |= {f"{name} ms": round(median(found[name]), 3) for name in runs}
+    result |= {f"{name} ms": round(median(ms[name]), 3) for name in runs}
     for name in [*runs][1:]:
-        ratios = [b / a for a, b in zip(found["ours"], found[name], strict=True)]
-        result[f"{name} over ours"] = round(median(ratios), 2)
-    both = zip(found["ours"], found["read"], strict=True)
-    rates = [num_bytes / 1e6 / ms / rate for ms, rate in both]
+        result[f"{name} over ours"] = round(ratio(ms[name], ms["ours"]).median, 2)
+    ours_gb_s = [num_bytes / 1e6 / each for each in ms["ours"]]
     return result | {
-        "read GB/s": round(median(found["read"]), 1),
-        "% of read": round(100 * median(rates)),
+        "read GB/s": round(median(read_gb_s), 1),
+        "% of read": round(100 * ratio(ours_gb_s, read_gb_s).median),
     }
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -23,12 +24,12 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from tqdm import tqdm
 
 from bench.command import print_result, table
 from bench.host_cost.graph_costs import Timed, graph_costs
 from bench.machine import check_machine, machine_text
 from bench.models import SIZES, llama_model, random_llama
+from bench.pairs import in_turns, ratio
 from bench.serving.workload import PRESETS, make_jobs
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import COUNT, Parser
@@ -79,21 +80,16 @@ def compare(
     first: "Course | Workload", second: "Course | Workload", pairs: int, steps: int
 ) -> dict[str, Any]:
     """Times of both courses in turns, and how much longer the first one takes, pair by pair."""
-    found: list[tuple[float, float]] = []
-    for index in tqdm(range(pairs), disable=None):
-        if index % 2:
-            late = second.milliseconds(steps)
-            found.append((first.milliseconds(steps), late))
-        else:
-            early = first.milliseconds(steps)
-            found.append((early, second.milliseconds(steps)))
-    ratios = [a / b for a, b in found]
+    courses = {"first": first, "second": second}
+    runs = {name: partial(course.milliseconds, steps) for name, course in courses.items()}
+    times = in_turns(runs, pairs, title="pairs")
+    found = ratio(times["first"], times["second"])
     return {
-        "first_ms": round(median(a for a, _ in found), 3),
-        "second_ms": round(median(b for _, b in found), 3),
-        "ratio": round(median(ratios), 4),
-        "lowest": round(min(ratios), 4),
-        "highest": round(max(ratios), 4),
+        "first_ms": round(median(times["first"]), 3),
+        "second_ms": round(median(times["second"]), 3),
+        "ratio": round(found.median, 4),
+        "lowest": round(found.lowest, 4),
+        "highest": round(found.highest, 4),
     }
 
 

@@ -23,7 +23,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from bench.command import print_result
 from bench.models import llama_model, random_prompts
+from bench.pairs import in_turns
 from mlx_paged import Engine, EngineService
 from mlx_paged.cli import COUNT, Parser
 
@@ -116,27 +118,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         expected = json.loads(server.stdout.readline())
         time.sleep(2.0)
         server.send_signal(signal.SIGKILL)
-    rows = []
-    for _ in range(args.rounds):
-        computed = json.loads(subprocess.check_output([*command, "--answer"], text=True))
-        assert computed[-1] == expected
+
+    def computed() -> dict[str, float]:
+        answered = subprocess.check_output([*command, "--answer"], text=True)
+        ttft, *_, tokens = json.loads(answered)
+        assert tokens == expected
+        return {"computed_ms": 1000 * ttft}
+
+    def read() -> dict[str, float]:
         if args.cold:
             forget_pages(directory)
-        reading, again = read_all(directory)
+        first, again = read_all(directory)
+        return {"plain_read_ms": 1000 * first, "read_again_ms": 1000 * again}
+
+    def restored() -> dict[str, float]:
         answered = subprocess.check_output([*command, "--answer", str(directory)], text=True)
         ttft, step, bytes_read, tokens = json.loads(answered)
         assert tokens == expected, "other tokens after the restart"
-        seconds = ttft, reading, again, step, computed[0]
-        rows.append((*(1000 * each for each in seconds), bytes_read))
+        return {"ttft_ms": 1000 * ttft, "step_ms": 1000 * step, "bytes_read": bytes_read}
+
+    courses = {"restored": restored, "read": read, "computed": computed}
+    found = in_turns(courses, args.rounds, title="rounds")
     shutil.rmtree(directory)
-    names = "ttft_ms", "plain_read_ms", "read_again_ms", "step_ms", "computed_ms", "bytes_read"
-    result = dict(zip(names, map(median, zip(*rows, strict=True)), strict=True))
+    result = {
+        name: median(row[name] for row in rows) for rows in found.values() for name in rows[0]
+    }
     for name in ("plain_read_ms", "read_again_ms"):
         bound = result[name] + 2 * result["step_ms"]
         result[f"of_{name.removesuffix('_ms')}_and_two_steps"] = result["ttft_ms"] / bound
     result["of_computed"] = result["ttft_ms"] / result["computed_ms"]
     about = {"page_cache": "cold" if args.cold else "warm", "load": os.getloadavg()[0]}
-    print(json.dumps({**about, **result}, indent=1))
+    print_result("kv_disk_restart", {**about, **result})
     return 0
 
 

@@ -13,7 +13,6 @@ the pairs' p99, the medians, and the median ratio.
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -24,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from bench.command import print_result
 from bench.models import SIZES, llama_model
+from bench.pairs import in_turns, ratio
 from bench.serving.trace import Job
 from bench.serving.workload import AGENTS, PRESETS, make_jobs
 from mlx_paged import Engine
@@ -35,6 +36,9 @@ BLOCK = 16
 AT_ONCE, STREAMS = 2, 2
 STREAM_TOKENS = 2048
 
+Played = tuple[list[list[int]], dict[str, Any]]
+"""All tokens, and what was measured."""
+
 
 def num_blocks_of(jobs: Sequence[Job], share: float) -> int:
     """Blocks for this share of all contexts at their ends, and for what runs."""
@@ -43,10 +47,8 @@ def num_blocks_of(jobs: Sequence[Job], share: float) -> int:
     return int(share * sum(lengths[-AGENTS:]) + running) // BLOCK
 
 
-def play(
-    jobs: Sequence[Job], num_blocks: int, is_fresh: bool, directory: Path | None
-) -> tuple[list[list[int]], dict[str, Any]]:
-    """All tokens, and what was measured."""
+def play(jobs: Sequence[Job], num_blocks: int, is_fresh: bool, directory: Path | None) -> Played:
+    """The requests on a new engine, with K/V on a disk in `directory` or without."""
     engine = Engine(llama_model(), block_size=BLOCK, num_blocks=num_blocks, kv_disk=directory)
 
     def add_stream(seed: int) -> int:
@@ -116,23 +118,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     vocab_size = SIZES["reference"]["vocab_size"]
     jobs = make_jobs(PRESETS["agent-turns"], vocab_size, 0, requests=args.requests)
     num_blocks = num_blocks_of(jobs, args.share)
-    pairs = []
-    for i in range(args.rounds):
-        directory = Path(tempfile.mkdtemp(prefix="kv_disk"))
-        order = (None, directory) if i % 2 == 0 else (directory, None)
-        runs = {path: play(jobs, num_blocks, args.fresh, path) for path in order}
-        shutil.rmtree(directory)
-        (expected, without), (tokens, with_disk) = runs[None], runs[directory]
+
+    def without_disk() -> Played:
+        return play(jobs, num_blocks, args.fresh, None)
+
+    def on_disk() -> Played:
+        with tempfile.TemporaryDirectory(prefix="kv_disk") as directory:
+            return play(jobs, num_blocks, args.fresh, Path(directory))
+
+    courses = {"without": without_disk, "with": on_disk}
+    runs = in_turns(courses, args.rounds, title="rounds")
+    p99: dict[str, list[float]] = {name: [] for name in courses}
+    for (expected, without), (tokens, with_disk) in zip(*runs.values(), strict=True):
         assert tokens == expected, "other tokens with the disk"
         print(json.dumps({"without": without, "with": with_disk}), flush=True)
-        pairs.append((without["step_ms"][2], with_disk["step_ms"][2]))
-    p99 = {
-        "without": median(without for without, _ in pairs),
-        "with": median(with_disk for _, with_disk in pairs),
+        p99["without"].append(without["step_ms"][2])
+        p99["with"].append(with_disk["step_ms"][2])
+    result = {
+        "pairs_p99_ms": list(zip(p99["without"], p99["with"], strict=True)),
+        "p99_ms": {name: median(values) for name, values in p99.items()},
+        "ratio": round(ratio(p99["with"], p99["without"]).median, 3),
     }
-    ratio = median(with_disk / without for without, with_disk in pairs)
-    result = {"pairs_p99_ms": pairs, "p99_ms": p99, "ratio": round(ratio, 3)}
-    print(json.dumps({"load": os.getloadavg()[0], **vars(args), **result}))
+    print_result("kv_disk_turns", {"load": os.getloadavg()[0], **vars(args), **result})
     return 0
 
 

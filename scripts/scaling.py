@@ -15,12 +15,12 @@ from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-from tqdm import tqdm
 
 from bench.command import add_model, make_parser, print_result, table
 from bench.host_cost.silent_engine import decoding_engine
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, vocab_size
+from bench.pairs import turns
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT
 
@@ -162,9 +162,8 @@ def main(argv: list[str] | None = None) -> None:
         "Ceiling: twice the live tokens, twice the step; waiting requests add nothing."
         f" {machine_text(machine)}"
     )
-    for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
-        for point in points + crowd:
-            point.run(args.steps)
+    for _, point in turns(points + crowd, args.rounds, title="rounds"):
+        point.run(args.steps)
 
     growth = growth_of(points)
     print(point_table(points))

@@ -9,6 +9,7 @@ The picture begins with its final frame, then moves at the speed of the run.
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from bench import stalls
 from bench.machine import describe
 from bench.models import REAL, named_model
+from bench.pairs import in_turns
 from mlx_paged.cli import COUNT, MILLISECONDS, Parser
 
 RESULT = Path(__file__).parents[1] / "docs/images/streams.json"
@@ -57,13 +59,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     args = stalls.parse([*words, "--warm-up-tokens=256"])
     model, scenario = named_model(args.model), stalls.Scenario(args)
     bounded, _, stock, _ = stalls.servers(args, model, scenario).values()
-    engines = {}
-    for name, make in (("mlx_paged", bounded), ("mlx-lm", stock)):
-        played = stalls.play(make(), scenario)
-        engines[name] = {
+    makers = {"mlx_paged": bounded, "mlx-lm": stock}
+    courses = {name: partial(stalls.play_new, make, scenario) for name, make in makers.items()}
+    engines = {
+        name: {
             "first_token_s": round(played.ttft_s, 3),
             "tokens_s": [[round(t, 3) for t in each if t > -BEFORE_S] for each in played.tokens_s],
         }
+        for name, (played,) in in_turns(courses, 1).items()
+    }
     given = ("model", "streams", "stream_tokens", "prompt_tokens", "max_stall_ms")
     return {**{key: getattr(args, key) for key in given}, **describe(), "engines": engines}
 

@@ -17,6 +17,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,6 +25,8 @@ from mlx_lm.models import llama
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from bench.command import print_result
+from bench.pairs import in_turns, ratio
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT
 from mlx_paged.loading import load_model
@@ -117,34 +120,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     model, tokenizer = wide_model(args.vocab)
     engines = {
-        lookahead: Engine(model, tokenizer, num_blocks=512, lookahead=lookahead)
-        for lookahead in (True, False)
+        name: Engine(model, tokenizer, num_blocks=512, lookahead=lookahead)
+        for name, lookahead in (("lookahead", True), ("no_lookahead", False))
     }
-    plain: dict[bool, list[float]] = {True: [], False: []}
-    ratios: dict[bool, list[float]] = {True: [], False: []}
-    ends = time.monotonic() + args.seconds
-    for pair in range(args.pairs):
-        if time.monotonic() > ends:
-            break
-        for lookahead, engine in engines.items():
-            options = {"plain": PLAIN, "bound": HARD if args.hard else BOUND}
-            order = ("plain", "bound") if pair % 2 else ("bound", "plain")
-            took = {k: step_ms(engine, args.rows, args.steps, **options[k]) for k in order}
-            plain[lookahead].append(took["plain"])
-            ratios[lookahead].append(took["bound"] / took["plain"])
+    courses = {
+        f"{kind} {name}": partial(step_ms, engine, args.rows, args.steps, **options)
+        for name, engine in engines.items()
+        for kind, options in (("bound", HARD if args.hard else BOUND), ("plain", PLAIN))
+    }
+    times = in_turns(courses, args.pairs, title="pairs", seconds=args.seconds)
     found: dict[str, Any] = {"vocab": args.vocab, "rows": args.rows}
-    for lookahead, name in ((True, "lookahead"), (False, "no_lookahead")):
+    for name in engines:
+        plain = times[f"plain {name}"]
+        bound_over_plain = ratio(times[f"bound {name}"], plain)
         found[name] = {
-            "pairs": len(ratios[lookahead]),
-            "plain_ms": round(statistics.median(plain[lookahead]), 1),
-            "ratio": round(statistics.median(ratios[lookahead]), 3),
-            "from": round(min(ratios[lookahead]), 3),
-            "to": round(max(ratios[lookahead]), 3),
+            "pairs": len(plain),
+            "plain_ms": round(statistics.median(plain), 1),
+            "ratio": round(bound_over_plain.median, 3),
+            "from": round(bound_over_plain.lowest, 3),
+            "to": round(bound_over_plain.highest, 3),
         }
         print(name, found[name])
     (fewer, tokens), (all_steps, _) = count_steps(True), count_steps(False)
     found |= {"tokens": tokens, "steps": fewer, "steps_one_by_one": all_steps}
-    print(json.dumps(found))
+    print_result("structured_cost", found)
 
 
 if __name__ == "__main__":

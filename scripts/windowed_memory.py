@@ -9,7 +9,6 @@ decode, and at the peak. Then chats run together, once in a pool that never lack
 smaller pool. The last line is one JSON object.
 """
 
-import json
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from bench.command import table
+from bench.command import print_result, table
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, FRACTION, KV_BLOCK_SIZES, Parser
 from mlx_paged.kv.blocks import ceil_div
@@ -205,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
         tight = serve(model, trace, args.block_size, pool)
         result |= {"pool_bytes": pool, "roomy": roomy, "tight": tight}
         print(served_text(result))
-    print(json.dumps(result))
+    print_result("windowed_memory", result)
 
 
 if __name__ == "__main__":

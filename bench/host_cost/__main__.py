@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,6 +30,7 @@ from bench.host_cost.silent_engine import (
     smallest_llama,
 )
 from bench.machine import Clock, check_machine
+from bench.pairs import in_turns, turns
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser
 from mlx_paged.scheduler.step import StepResult
@@ -168,14 +170,14 @@ def recording_us(rows: int, num_steps: int) -> dict[str, float]:
     """
     engines = recording_engines(rows)
     with silenced(engines[0], rows, VOCAB), silenced(engines[1], rows, VOCAB):
-        pairs = [[Clock.WALL.seconds(e.step, 1) for e in engines] for _ in range(num_steps)]
-    times = 1e6 * np.array(pairs)
-    with_us, without_us = np.median(times, axis=0).tolist()
+        recorded, unrecorded = (partial(Clock.WALL.seconds, each.step, 1) for each in engines)
+        seconds = in_turns({"with": recorded, "without": unrecorded}, num_steps)
+    with_us, without_us = (1e6 * np.array(times) for times in seconds.values())
     return {
         "rows": rows,
-        "step_us": round(with_us, 1),
-        "step_without_us": round(without_us, 1),
-        "recording_us": round(float(np.median(times[:, 0] - times[:, 1])), 1),
+        "step_us": round(float(np.median(with_us)), 1),
+        "step_without_us": round(float(np.median(without_us)), 1),
+        "recording_us": round(float(np.median(with_us - without_us)), 1),
         "budget_us": RECORDING_BUDGET_US,
     }
 
@@ -222,9 +224,8 @@ def measure_steps(args: argparse.Namespace) -> list[Course]:
             courses.append(
                 Course(name, rows, decoding_engine(model, VOCAB, rows, context, **options))
             )
-    for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
-        for course in courses:
-            course.run(args.steps)
+    for _, course in turns(courses, args.rounds, title="rounds"):
+        course.run(args.steps)
     return courses
 
 

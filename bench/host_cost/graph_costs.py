@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -9,7 +10,9 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from bench.command import table
+from bench.machine import Clock
 from bench.models import SIZES, random_llama, random_prompts
+from bench.pairs import in_turns, ratio
 from mlx_paged import Engine
 
 PROMPT = 20
@@ -65,21 +68,25 @@ def graph_costs(layers: int, rows: Sequence[int], num_steps: int) -> list[dict[s
             "plain": _engine(model, count, tokens, False),
             "mlx-lm": _batch_generator(model, count, tokens),
         }
-        laps: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-        for _ in range(num_steps):
-            for name, (step, timed) in ways.items():
-                timed.seconds, started = 0.0, time.perf_counter()
-                step()
-                laps[name].append((timed.seconds, time.perf_counter() - started))
+        courses = {name: partial(_lap, *way) for name, way in ways.items()}
+        laps = in_turns(courses, num_steps - WARM_UP, warm_up=WARM_UP)
         costs: dict[str, float] = {"rows": count}
-        for name, pairs in laps.items():
-            graph, step_seconds = map(median, zip(*pairs[WARM_UP:], strict=True))
-            costs |= {f"{name} graph_us": round(1e6 * graph, 1)}
-            costs |= {f"{name} step_ms": round(1e3 * step_seconds, 2)}
-        both = zip(laps["plain"][WARM_UP:], laps["compiled"][WARM_UP:], strict=True)
-        ratio = median(plain[1] / compiled[1] for plain, compiled in both)
-        found.append(costs | {"plain over compiled step": round(ratio, 3)})
+        steps: dict[str, list[float]] = {}
+        for name, each in laps.items():
+            steps[name] = [step_seconds for _, step_seconds in each]
+            graph = median(graph_seconds for graph_seconds, _ in each)
+            costs[f"{name} graph_us"] = round(1e6 * graph, 1)
+            costs[f"{name} step_ms"] = round(1e3 * median(steps[name]), 2)
+        plain_over_compiled = ratio(steps["plain"], steps["compiled"]).median
+        found.append(costs | {"plain over compiled step": round(plain_over_compiled, 3)})
     return found
+
+
+def _lap(step: Callable[[], Any], timed: Timed) -> tuple[float, float]:
+    """Seconds of one step: processor time of its graph, and wall time of the whole."""
+    timed.seconds = 0.0
+    whole = Clock.WALL.seconds(step, 1)
+    return timed.seconds, whole
 
 
 def graph_table(costs: Sequence[dict[str, float]]) -> str:

@@ -3,11 +3,13 @@
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from bench import pairs
 from bench.machine import Clock, cores
 from bench.paged_attention.cases import Case, Inputs
 from mlx_paged.doctor.speed import GB, MemoryReader
@@ -63,15 +65,16 @@ def in_turns(
     fast runs are repeated for `TURN_S`: what ran before, as a read of memory, slows their start.
     """
     started = time.perf_counter()
-    first = {name: [clock.seconds(run, cores())] for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        if time.perf_counter() - started > budget_s:
-            break
-        for name, run in runs.items():
-            repeats = max(1, int(TURN_S / first[name][0]))
-            seconds = clock.seconds(lambda: [run() for _ in range(repeats)], cores())  # noqa: B023
-            times[name].append(seconds / repeats)
+    once = {name: partial(clock.seconds, run, cores()) for name, run in runs.items()}
+    first = pairs.in_turns(once, 1)
+
+    def turn_of(name: str) -> float:
+        repeats = max(1, int(TURN_S / first[name][0]))
+        return clock.seconds(lambda: [runs[name]() for _ in range(repeats)], cores()) / repeats
+
+    left = budget_s - (time.perf_counter() - started)
+    courses = {name: partial(turn_of, name) for name in runs}
+    times = pairs.in_turns(courses, rounds, seconds=left)
     return times if times[READ] else first
 
 

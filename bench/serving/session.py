@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from bench.machine import check_machine, linear_gflops, machine_text, machine_warnings
 from bench.models import gguf_of
+from bench.pairs import turns
 from bench.serving.engines import (
     Limits,
     check_engines,
@@ -91,16 +92,14 @@ class Session:
             for name in engines:
                 if not is_url(name):
                     self._warm_up(name)
-            for i in range(args.rounds):
-                first = i % len(engines)  # each round begins with another engine
-                for name in [*engines[first:], *engines[:first]]:
-                    bar.set_description(name)
-                    run = Run(name)
-                    self.runs.setdefault(name, []).append(run)
-                    source = OpenLoop(self.trace)
-                    if args.closed_loop:
-                        source = ClosedLoop(self.trace, args.target_active)
-                    self._play(run, source, bar.update)
+            for _, name in turns(engines, args.rounds):
+                bar.set_description(name)
+                run = Run(name)
+                self.runs.setdefault(name, []).append(run)
+                source = OpenLoop(self.trace)
+                if args.closed_loop:
+                    source = ClosedLoop(self.trace, args.target_active)
+                self._play(run, source, bar.update)
             for name in args.engines if args.max_rate else ():
                 bar.set_description(f"{name}, rate")
                 self._search_rate(name, bar)
