@@ -97,11 +97,15 @@ class Chats:
         if images and self._eyes is None:
             raise ValueError("[chat] a message has an image: expected text, the model sees none")
         chat = in_parts(chat) if self._only_parts else chat
-        turns = self._format.history(chat)
-        render = partial(rendered, self._tokenizer, turns, tools=list(tools or ()) or None, **args)
+        declared = list(self._format.declared(tools)) if tools else None
+
+        def render(turns: list[dict[str, Any]], **options: Any) -> str:
+            turns = self._format.history(turns, bool(tools))
+            return rendered(self._tokenizer, turns, tools=declared, **args, **options)
+
         begins = {"continue_final_message": True} if continue_final_message else {}
         try:
-            text = render(add_generation_prompt=add_generation_prompt, **begins)
+            text = render(chat, add_generation_prompt=add_generation_prompt, **begins)
         except Exception as error:  # a template can raise anything
             raise ValueError(f"[chat] the chat template refuses the messages: {error}") from error
         begin = begin_of(

@@ -8,12 +8,14 @@ from typing import Any
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.parser import Begin
 
+LAST = "content-of-the-last-message"
+
 
 def begin_of(
     form: Format,
     messages: Sequence[Mapping[str, Any]],
     prompt: str,
-    rendered_alone: Callable[[], str],
+    rendered_alone: Callable[[Sequence[Mapping[str, Any]]], str],
     *,
     adds_prompt: bool,
     continues: bool,
@@ -23,7 +25,7 @@ def begin_of(
 
     Args:
         prompt: the text of the chat as the chat template writes it.
-        rendered_alone: returns the text of the chat without a generation prompt.
+        rendered_alone: returns the text of messages without a generation prompt.
         adds_prompt: the template has added a generation prompt.
         continues: the answer continues the last message.
     """
@@ -34,7 +36,18 @@ def begin_of(
     if not adds_prompt:
         return form.begin("", None)
     with suppress(Exception):  # a template can raise anything
-        before = rendered_alone()
+        before = rendered_alone(messages)
         added = prompt[len(commonprefix((before, prompt))) :]  # noqa: RUF071, of characters
-        return form.begin(added, None)
+        return form.begin(added or _behind_the_last(messages, rendered_alone), None)
     return Begin.START
+
+
+def _behind_the_last(
+    messages: Sequence[Mapping[str, Any]],
+    rendered_alone: Callable[[Sequence[Mapping[str, Any]]], str],
+) -> str:
+    """What the template writes behind the content of the last message. Some templates write the
+    generation prompt there, whether they are asked for one or not."""
+    last = {**messages[-1], "content": LAST}
+    _, is_there, behind = rendered_alone([*messages[:-1], last]).rpartition(LAST)
+    return behind if is_there else ""

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import product
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from mlx_paged.formats.registry import FORMATS, named
 from mlx_paged.outputs import describe
 
 ASK = {"role": "user", "content": "Hello"}
+ASKS = [(ASK,), ({"role": "system", "content": ""}, ASK)]
+"""Chats with tools: some chat templates write tools only into the turn of the system."""
 TOOL_NAME, ARGUMENTS = "read_weather", {"city": "Rome"}
 FUNCTION = {"name": TOOL_NAME, "arguments": ARGUMENTS}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -54,14 +57,16 @@ def chosen(
         known = ", ".join(form.name for form in FORMATS)
         raise ValueError(f"--tool-format: expected one of {known}, got {tool_format!r}")
     name = tool_format or _declared(tokenizer)
-    first = _choice(tokenizer, name, marks, style, _written(tokenizer, ARGUMENTS))
-    if first.problem is None:
-        return first
-    second = _choice(tokenizer, name, marks, style, _written(tokenizer, json.dumps(ARGUMENTS)))
-    if second.problem is not None:
-        return first
-    second.format.arguments_are_text = True
-    return second
+    first: Choice | None = None
+    for ask, arguments in product(ASKS, (ARGUMENTS, json.dumps(ARGUMENTS))):
+        found = _choice(tokenizer, name, marks, style, _written(tokenizer, ask, arguments))
+        if found.problem is None:
+            found.format.arguments_are_text = isinstance(arguments, str)
+            found.format.tools_need_system = len(ask) > 1
+            return found
+        first = first or found
+    assert first is not None
+    return first
 
 
 def _choice(
@@ -132,18 +137,21 @@ def _has_tokens(form: type[Format], vocab: Mapping[str, int]) -> bool:
     return bool(form.tokens) and all(mark in vocab for mark in form.tokens)
 
 
-def _written(tokenizer: Any, arguments: object) -> tuple[str | None, str | None]:
-    """How the chat template writes a call with these arguments; or None, and why it writes none."""
+def _written(
+    tokenizer: Any, ask: Sequence[dict[str, Any]], arguments: object
+) -> tuple[str | None, str | None]:
+    """How the chat template writes a call with these arguments behind the turns `ask`; or None, and
+    why it writes none."""
     function = {"name": TOOL_NAME, "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     if not tokenizer.has_chat_template:
         return None, "the model has no chat template"
     try:
-        before = _render(tokenizer, ASK)
+        before = _render(tokenizer, *ask)
         if TOOL_NAME not in before:
             return None, "the chat template of the model ignores tools"
-        whole = _render(tokenizer, ASK, said)
+        whole = _render(tokenizer, *ask, said)
     except Exception as error:  # a template can raise anything
         return None, f"a tool call of the chat template is not read: {describe(error)}"
     written = whole[len(commonprefix((before, whole))) :]  # noqa: RUF071, of characters

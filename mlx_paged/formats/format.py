@@ -19,7 +19,8 @@ that is written after the documentation of the family. ``registry.py`` lists the
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from mlx_paged.formats.grammar import ANY_TEXT, SPACE, Function
@@ -28,6 +29,9 @@ from mlx_paged.formats.parser import Begin, Inline, Parser
 from mlx_paged.formats.scan import Calls, Scan
 from mlx_paged.formats.schemas import Tools
 from mlx_paged.formats.thoughts import Thoughts, coded
+
+LEADING = ("system", "developer")
+"""Roles of a first turn with instructions."""
 
 
 class Limit(NamedTuple):
@@ -60,6 +64,8 @@ class Format:
         silent: coded texts in the content that are marks of the format and no text.
         first_openers: more of them, which do so only before other content.
         arguments_are_text: the chat template takes the arguments of a call as JSON in a text.
+        tools_need_system: the chat template writes tools only into the turn of the system.
+        efforts: what the models call an effort of reasoning that has another name for clients.
     """
 
     name: str = ""
@@ -70,6 +76,8 @@ class Format:
     silent: tuple[str, ...] = ()
     first_openers: tuple[str, ...] = ()
     arguments_are_text: bool = False
+    tools_need_system: bool = False
+    efforts: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, marks: Marks, thoughts: Thoughts | None) -> None:
         self.marks = marks
@@ -131,10 +139,23 @@ class Format:
         start, end = map(self.marks.plain, self.thoughts)
         return Limit(start, end, end)
 
-    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def history(
+        self, messages: list[dict[str, Any]], has_tools: bool = False
+    ) -> list[dict[str, Any]]:
         """The messages of a chat as the templates of this family take them; `messages` itself is
-        not changed."""
-        return [*map(_with_text, messages)] if self.arguments_are_text else messages
+        not changed.
+
+        Args:
+            has_tools: the chat template gets tools beside the messages.
+        """
+        messages = [*map(_with_text, messages)] if self.arguments_are_text else messages
+        if not (has_tools and self.tools_need_system) or messages[0]["role"] in LEADING:
+            return messages
+        return [{"role": "system", "content": ""}, *messages]
+
+    def declared(self, tools: Sequence[Any]) -> Sequence[Any]:
+        """Tools as the templates of this family take them; `tools` itself is not changed."""
+        return tools
 
     def around(self, begin: Begin, parts: Sequence[str]) -> list[str]:
         """Rules of a grammar of whole answers, ``start`` first; none if an answer that begins at

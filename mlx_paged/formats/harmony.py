@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_paged.formats.channels import Channels, Message
 from mlx_paged.formats.events import Call, NoCall
-from mlx_paged.formats.format import Limit
+from mlx_paged.formats.format import LEADING, Limit
 from mlx_paged.formats.grammar import ANY_TEXT, Function, json_rule
 from mlx_paged.formats.json_text import is_json
 from mlx_paged.formats.marks import Marks, quoted
@@ -25,6 +25,7 @@ from mlx_paged.formats.schemas import Tools
 
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")  # names of a thought in a message
+_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 _PEOPLE = {"assistant", "user", "all", "self"}  # recipients that are no functions
 
 
@@ -35,6 +36,7 @@ class Harmony(Channels):
     aliases = ("gpt_oss",)
     tokens = "<|channel|>", "<|message|>", "<|start|>"
     final_marks = "<|return|>", "<|call|>"
+    efforts = _EFFORTS
 
     def __init__(self, marks: Marks, *options: Any) -> None:
         super().__init__(marks, None)
@@ -65,10 +67,19 @@ class Harmony(Channels):
         forced = forced if may_call else f"{forced}final<|message|>"
         return Limit("<|channel|>analysis<|message|>", "<|end|>", forced)
 
-    def history(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def history(
+        self, messages: list[dict[str, Any]], has_tools: bool = False
+    ) -> list[dict[str, Any]]:
         """The templates know thoughts as `thinking`, one call in a turn, and no content beside it.
-        So each call is a turn of its own, which the result of the call follows."""
+        So each call is a turn of its own, which the result of the call follows. Instructions are
+        the first turn only."""
         found, at = list[dict[str, Any]](), 0
+        messages = _instructed(messages)
+        answers = [
+            i
+            for i, message in enumerate(messages)
+            if message.get("role") == "assistant" and not message.get("tool_calls")
+        ]
         while at < len(messages):
             message, at = messages[at], at + 1
             if message.get("role") != "assistant":
@@ -76,9 +87,13 @@ class Harmony(Channels):
                 continue
             behind = islice(messages, at, None) if message.get("tool_calls") else ()
             results = list(takewhile(lambda each: each.get("role") == "tool", behind))
-            found += _said(message, results)
+            found += _said(message, results, is_over=bool(answers) and answers[-1] >= at)
             at += len(results)
         return found
+
+    def declared(self, tools: Sequence[Any]) -> Sequence[Any]:
+        """The templates take no function without a description."""
+        return [*map(_described, tools)]
 
     def around(self, begin: Begin, parts: Sequence[str]) -> list[str]:
         """Content is the text of the channel final only."""
@@ -108,19 +123,47 @@ class Harmony(Channels):
         ]
 
 
-def _said(message: dict[str, Any], results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The turns that a message of the assistant becomes, with the results of its calls."""
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    turn = {"thinking": thought} | message if thought else message
-    calls = message.get("tool_calls") or []
-    if not calls:
-        yield turn
-        return
-    if message.get("content"):
+def _instructed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat whose instructions are one turn, the first. The templates leave out others."""
+    leading = [each for each in messages if each.get("role") in LEADING]
+    if not leading or (len(leading) == 1 and messages[0] is leading[0]):
+        return messages
+    others = [each for each in messages if each.get("role") not in LEADING]
+    texts = [each["content"] for each in leading if each.get("content")]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _described(tool: Any) -> Any:
+    """A tool with a description, which may be empty."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or isinstance(function.get("description"), str):
+        return tool
+    return tool | {"function": function | {"description": ""}}
+
+
+def _said(
+    message: dict[str, Any], results: list[dict[str, Any]], is_over: bool
+) -> Iterator[dict[str, Any]]:
+    """The turns that a message of the assistant becomes, with the results of its calls.
+
+    Args:
+        is_over: an answer without calls comes later. The templates leave out the thoughts before
+            such an answer, and content beside a call with them.
+    """
+    thought = next(filter(None, map(message.get, _THOUGHTS)), None)
+    calls, content = message.get("tool_calls") or [], message.get("content")
+    others = (*_THOUGHTS, "tool_calls")
+    turn = {name: value for name, value in message.items() if name not in others}
+    if content and is_over and calls:
         yield {name: message[name] for name in ("role", "content")}
+    elif content and calls:
+        thought = f"{thought}\n\n{content}" if thought else content
+    thinking = {"thinking": thought} if thought else {}
+    if not calls:
+        yield turn | thinking
     for i, call in enumerate(calls):
-        yield turn | {"content": "", "tool_calls": [call]}
-        turn = {name: value for name, value in turn.items() if name not in _THOUGHTS}
+        yield turn | thinking | {"content": "", "tool_calls": [call]}
+        thinking = {}
         is_last = i == len(calls) - 1
         own = [each for each in results if is_last or each.get("tool_call_id") == call.get("id")]
         results = [each for each in results if each not in own]

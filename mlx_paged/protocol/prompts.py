@@ -197,9 +197,9 @@ def _rendered(model: ModelTraits, fields: Fields, template_args: dict[str, Any])
 def _render(
     model: ModelTraits, tools: Any, options: dict[str, Any], messages: list[dict[str, Any]]
 ) -> str:
-    messages = model.format.history(messages)
+    messages = model.format.history(messages, bool(tools))
     messages = in_parts(messages) if model.abilities.only_parts else messages
-    tools = completed(tools) if tools else None
+    tools = model.format.declared(completed(tools)) if tools else None
     return rendered(model.tokenizer, messages, **options | {"tools": tools})
 
 
@@ -210,7 +210,7 @@ def _begin(model: ModelTraits, fields: Fields, template_args: dict[str, Any], te
         model.format,
         fields["messages"],
         text,
-        partial(_render, model, fields["tools"], options, fields["messages"]),
+        partial(_render, model, fields["tools"], options),
         adds_prompt=fields["add_generation_prompt"] is not False,
         continues=fields["continue_final_message"],
     )

@@ -24,7 +24,7 @@ def template_args(model: ModelTraits, fields: Fields) -> tuple[Fields, list[str]
     name = "enable_thinking"
     if effort is not None:
         if abilities.takes_effort:
-            args["reasoning_effort"] = effort
+            args["reasoning_effort"] = model.format.efforts.get(effort, effort)
         elif effort != "none":
             ignored.append("reasoning_effort")
         if wanted is None:

@@ -1,13 +1,18 @@
 """DSML of DeepSeek V3.2 and V4: cases of the formats, and random calls."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+from mlx_lm.chat_templates.deepseek_v32 import apply_chat_template
 
+from mlx_paged.formats.begins import begin_of
+from mlx_paged.formats.choice import chosen, events_of
 from mlx_paged.formats.deepseek_dsml import DeepSeekV4, DeepSeekV32
 from mlx_paged.formats.events import Call, Text, Thought
+from mlx_paged.formats.parser import Begin
 from tests.support.formats.grammars import check_grammar
-from tests.support.formats.harness import Case, Mark, check_case, check_round_trips
+from tests.support.formats.harness import TOOLS, Case, Mark, check_case, check_round_trips
 
 MARKS = ("｜DSML｜",)
 DSML = Mark(MARKS[0])
@@ -94,6 +99,62 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(case):
     check_case(DeepSeekV32, MARKS, case)
+
+
+def published():
+    """What formats see of a tokenizer with mlx-lm's template of DeepSeek V3.2."""
+    return SimpleNamespace(
+        chat_template=None,
+        has_chat_template=True,
+        get_vocab=lambda: {"<think>": 0, "</think>": 1, MARKS[0]: 2, "<｜end▁of▁sentence｜>": 3},
+        apply_chat_template=lambda messages, tokenize, **options: apply_chat_template(
+            messages, **options
+        ),
+        name_or_path="/nowhere",
+        eos_token_ids=(3,),
+        decode=lambda tokens: "<｜end▁of▁sentence｜>",
+        tool_parser=None,
+    )
+
+
+HI = {"role": "user", "content": "Say <think>."}
+TURNS = [
+    HI,
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"x": CODE, "n": 2}}}],
+    },
+    {"role": "tool", "content": "<think>"},
+]
+
+
+def test_the_published_template_shows_tools_and_calls():
+    """It writes tools only into a turn of the system, and takes arguments as text."""
+    found = chosen(published())
+    assert (found.format.name, found.problem) == ("deepseek_v32", None)
+    for chat in (TURNS, [{"role": "system", "content": "Be."}, *TURNS]):
+        history = found.format.history(chat, True)
+        text = apply_chat_template(history, tools=found.format.declared(TOOLS))
+        assert text.count('"name": "f"') == 1 and ("Be." in text) == (len(chat) == 4)
+        *_, called = [e for e in events_of(found.format, text, TOOLS) if isinstance(e, Call)]
+        assert called == CALL_F
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("chat", [TURNS, TURNS[:1]], ids=["a result", "a user"])
+def test_the_published_template_may_open_a_thought(chat, thinks):
+    form = chosen(published()).format
+
+    def alone(messages):
+        turns = form.history([*messages])
+        return apply_chat_template(turns, enable_thinking=thinks, add_generation_prompt=False)
+
+    turns = form.history(chat)
+    prompt = apply_chat_template(turns, enable_thinking=thinks, add_generation_prompt=True)
+    begin = begin_of(form, chat, prompt, alone, adds_prompt=True, continues=False)
+    assert begin == (Begin.THOUGHT if thinks else Begin.START)
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)

@@ -141,17 +141,55 @@ def test_earlier_turns_are_as_the_template_takes_them():
     a, b = used("f", "a"), used("g", "b")
     results = [{"role": "tool", "tool_call_id": i, "content": i} for i in "ba"]
     turn = {"role": "assistant", "content": "Hm.", "reasoning_content": "So."}
-    kept = {"role": "assistant", "thinking": "So.", "reasoning_content": "So."}
+    said = {"role": "assistant", "content": "Hm."}
     form = made(Harmony, MARKS)
-    assert form.history([SAY, turn, SAY]) == [SAY, kept | {"content": "Hm."}, SAY]
-    assert form.history([SAY, turn | {"tool_calls": [a, b]}, *results, SAY]) == [
+    assert form.history([SAY, turn | {"tool_calls": []}, SAY]) == [
         SAY,
-        {"role": "assistant", "content": "Hm."},
-        kept | {"content": "", "tool_calls": [a]},
+        said | {"thinking": "So."},
+        SAY,
+    ]
+    called = [SAY, turn | {"tool_calls": [a, b]}, *results]
+    second = [said | {"content": "", "tool_calls": [b]}, results[0]]
+    assert form.history(called) == [
+        SAY,
+        {"role": "assistant", "thinking": "So.\n\nHm.", "content": "", "tool_calls": [a]},
         results[1],
-        {"role": "assistant", "content": "", "tool_calls": [b]},
-        results[0],
+        *second,
+    ]
+    assert form.history([*called, said]) == [
         SAY,
+        said,
+        {"role": "assistant", "thinking": "So.", "content": "", "tool_calls": [a]},
+        results[1],
+        *second,
+        said,
+    ]
+
+
+@pytest.mark.parametrize("name", ["thinking", "reasoning_content", "reasoning"])
+def test_a_thought_has_one_name(name):
+    none = dict.fromkeys(["thinking", "reasoning_content", "reasoning"])
+    turn = {"role": "assistant", "content": "a"}
+    (found,) = made(Harmony, MARKS).history([turn | none | {name: "So."}])
+    assert found == turn | {"thinking": "So."}
+
+
+def test_instructions_are_one_turn():
+    """The template leaves out those of later turns."""
+    first, second = ({"role": "system", "content": text} for text in "ab")
+    form = made(Harmony, MARKS)
+    assert form.history([first, SAY]) == [first, SAY]
+    both = {"role": "system", "content": "a\n\nb"}
+    assert form.history([first, SAY, {"role": "developer", "content": "b"}]) == [both, SAY]
+    assert form.history([SAY, second, SAY]) == [second, SAY, SAY]
+
+
+def test_functions_have_descriptions():
+    """The template takes no function without one."""
+    bare, told = ({"function": {"name": "f"} | own} for own in ({}, {"description": "F."}))
+    assert made(Harmony, MARKS).declared([bare, told]) == [
+        {"function": {"name": "f", "description": ""}},
+        told,
     ]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,16 @@ def test_names_are_unique():
     assert all(names) and len(names) == len({*names})
 
 
+def test_the_documentation_names_all_formats_and_styles():
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    names = [name for form in FORMATS for name in (form.name, *form.aliases)]
+    assert [
+        name for name in (*names, *thoughts.STYLES, thoughts.NONE) if f"`{name}`" not in text
+    ] == []
+    count = f"{len(FORMATS)} formats of tool calls"
+    assert count in (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_every_format_of_mlx_lm_has_its_own(name, tmp_path, caplog):
     """By the name of mlx-lm's parser, which a tokenizer's configuration can have."""
@@ -105,6 +116,22 @@ def test_a_template_that_takes_arguments_as_text_gets_them_so(name, before, behi
     assert user == given[0] and function["arguments"] == {"x": "é", "n": 10**20}
     text = '{"x": "é", "n": 100000000000000000000}'
     assert said["tool_calls"] == [{"function": {"name": "f", "arguments": text}}]
+
+
+LEADS = "{% for m in messages %}{% if m.role == 'system' %}{{ tools }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("shows", ["", LEADS])
+def test_a_template_may_write_tools_only_into_the_turn_of_the_system(shows):
+    written = template("json_tools")
+    written = shows + written.replace("tools or []", "[]") if shows else written
+    found = chosen(tokenizer(written))
+    assert (found.format.name, found.problem) == ("json_tools", None)
+    chat = [{"role": "user", "content": "hi"}]
+    led = [{"role": "system", "content": ""}, *chat] if shows else chat
+    assert found.format.history(chat, True) == led and found.format.history(chat) == chat
+    own = [{"role": "developer", "content": "Be."}, *chat]
+    assert found.format.history(own, True) == own
 
 
 def test_harmony_is_chosen_by_its_template_and_by_its_tokens():

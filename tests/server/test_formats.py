@@ -191,6 +191,8 @@ def test_harmony_reads_its_channels_and_takes_them_back():
         again = [*ask("hi"), turn, *results]
         message, _ = chat(server, "<|channel|>final<|message|>ok", messages=again, tools=[TOOL])
         assert message["content"] == "ok"
+        empty = [*ask("hi"), message | {"tool_calls": []}, *ask("more")]
+        assert chat(server, "<|channel|>final<|message|>ok", messages=empty)[0]["content"] == "ok"
         message, reason = chat(server, response_format=FORM, max_tokens=2000, thinking_budget=4)
         assert reason == "length" or json.loads(message["content"]) == SCHEMA["const"]
 
