@@ -80,7 +80,7 @@ def load_blocks(pool: KVPool, group: int, loads: Sequence[BlockTransfer]) -> Non
 
 def bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:
     """Some rows of a copy of blocks, when it is there."""
-    content: npt.NDArray[np.uint8] = np.asarray(staged)
+    content: npt.NDArray[np.uint8] = ops.as_numpy(staged)
     return content[start : start + count].reshape(-1)
 
 

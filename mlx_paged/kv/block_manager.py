@@ -9,9 +9,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.block_bytes import read_blocks, write_blocks
+from mlx_paged.kv.block_bytes import bytes_of, read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import plan_pool
@@ -281,7 +282,7 @@ class KVBlockManager:
         if seq_id is None or seq_id not in self.allocator:
             raise ValueError(f"[spill_to_host] seq_id is {seq_id}: expected a sequence in the pool")
         blocks = self.allocator.table(seq_id).tolist()
-        content = np.array(read_blocks(self.pool, blocks, 0)) if blocks else None
+        content = self._read(blocks) if blocks else None
         if content is not None and self.spill_directory is not None:
             with TemporaryFile(dir=self.spill_directory) as file:
                 file.write(content.data)
@@ -302,6 +303,13 @@ class KVBlockManager:
         self._touch(seq_id)
         if content is not None:
             write_blocks(self.pool, self.allocator.table(seq_id), 0, content)
+
+    def _read(self, blocks: list[int]) -> npt.NDArray[np.uint8]:
+        """A copy of blocks on the host. All work that wrote them has ended without an error."""
+        staged = read_blocks(self.pool, blocks, 0)
+        if (end := ops.metal.end_of_work()) is not None:
+            end()
+        return np.array(bytes_of(staged, 0, len(blocks))).reshape(len(blocks), -1)
 
     def _touch(self, *seq_ids: int) -> None:
         """These sequences are the latest to be used."""

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_paged import ops
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import Staging
 from mlx_paged.kv.layer_groups import PoolPlan
@@ -132,7 +132,7 @@ def _arrays_hash(named: Sequence[tuple[str, mx.array]]) -> str:
     """A hash of arrays and their names."""
     total = sha256()
     for name, array in sorted(named):
-        content: Any = np.asarray(array.reshape(-1).view(mx.uint8))
+        content: Any = ops.as_numpy(array.reshape(-1).view(mx.uint8))
         total.update(f"{name} {array.dtype} {array.shape}".encode())
         total.update(content)
     return total.hexdigest()

@@ -34,6 +34,7 @@ from mlx_paged.ops.dispatch import (
     is_of_another_thread as is_of_another_thread,
     refused as refused,
 )
+from mlx_paged.ops.host import as_numpy as as_numpy
 from mlx_paged.ops.paged import (
     copy_blocks as copy_blocks,
     install_in_mlx as install_in_mlx,

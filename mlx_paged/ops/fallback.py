@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_paged import _ext
 from mlx_paged.ops.formats import dequantized, dims_of, format_of, quantized
+from mlx_paged.ops.host import as_numpy
 
 
 def paged_attention(
@@ -121,7 +122,7 @@ def write_kv(
     the host reads the slots: it waits until `slot_mapping` is evaluated."""
     _, num_blocks, block_size, _ = k_cache.shape
     k, v = (x if x.ndim == 3 else x.swapaxes(1, 2).flatten(0, 1) for x in (k, v))
-    slots = np.array(slot_mapping)
+    slots = as_numpy(slot_mapping)
     rows = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))
     caches = k_cache, v_cache, *scales.values()
     if not len(rows):
@@ -146,7 +147,7 @@ def copy_blocks(
     """``mlx_paged.copy_blocks`` as a scatter into new arrays; waits for `block_pairs`."""
     blocks = range(k_cache.shape[1])
     origin: dict[int, int] = {}  # by destination: the block whose old content it gets
-    for source, destination in np.array(block_pairs).tolist():
+    for source, destination in as_numpy(block_pairs).tolist():
         if source in blocks and destination in blocks:
             origin[destination] = origin.get(source, source)
     if not origin:

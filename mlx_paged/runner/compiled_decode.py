@@ -12,7 +12,6 @@ from weakref import WeakMethod
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_paged import ops
@@ -334,4 +333,4 @@ class CompiledDecode:
         blocks = slice(block, block + len(self._pieces))
         stored = [handle[:, blocks, 0] for handle in self._pool.handles()]
         found = *scores, *stored, *map(mx.contiguous, states)
-        return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in found]
+        return seconds, [ops.as_numpy(array.view(mx.uint8)).tobytes() for array in found]

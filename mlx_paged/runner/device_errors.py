@@ -21,6 +21,7 @@ class Marked(Protocol):
 
 _marked: WeakSet[Marked] = WeakSet()
 _lock = RLock()  # guards _marked
+_latest: DeviceError | None = None  # that anyone was told of; never raised: it would hold frames
 
 
 def note_errors_on(runner: Marked) -> None:
@@ -31,10 +32,12 @@ def note_errors_on(runner: Marked) -> None:
 
 def noted(error: Exception) -> Exception:
     """An error. If it is a new one of the device, it is noted on everyone."""
+    global _latest
     if not ops.is_device_error(error) or isinstance(error, DeviceError):
         return error
     if ops.is_of_another_thread(error):
         return UnknownEndError(str(error))
+    _latest = DeviceError(str(error))
     with _lock:
         for runner in _marked:
             runner.error = DeviceError(str(error))  # one each: a raised one holds what raised it
@@ -50,11 +53,16 @@ def raise_noted(error: Exception) -> NoReturn:
 
 @contextmanager
 def telling_errors() -> Iterator[None]:
-    """Note an error of the device, whoever meets it, and raise it as one."""
+    """Note an error of the device, whoever meets it, and raise it as one. An error that somebody
+    else was told of within this context is raised, too: the work that this context waits for may
+    have failed. Python's collector can close an engine at any moment, and close() waits."""
+    before = _latest
     try:
         yield
     except Exception as error:
         raise_noted(error)
+    if _latest is not before:
+        raise DeviceError(str(_latest))
 
 
 def waiting(runner: Marked, end: Callable[[], None]) -> Callable[[], None]:

@@ -27,7 +27,13 @@ from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
-from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
+from mlx_paged.runner.device_errors import (
+    note_errors_on,
+    noted,
+    raise_noted,
+    telling_errors,
+    waiting,
+)
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
@@ -264,24 +270,22 @@ class ModelRunner:
                 staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
                 for i, stored in enumerate(leaving):
                     size = len(stored.blocks)
-                    stored.payload = partial(bytes_of, staged, i * size, size)
+                    stored.payload = _telling(bytes_of, staged, i * size, size)
         for group in groups:
             load_blocks(pool, group, [t for t in loads if t.group == group])
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
         for states in [t for t in stores if not t.blocks]:
-            states.payload = partial(packed, states.payload)
+            states.payload = _telling(packed, states.payload)
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
-        try:
+        with telling_errors():
             if self.error is not None:
                 raise self.error
             self.go_on(launched)
             mx.eval(launched.pending)
             if launched.end is not None:
                 launched.end()
-        except Exception as error:
-            raise_noted(error)
         for scores in launched.scores:
             scores.deliver()
         if launched.sampled is None:
@@ -447,6 +451,12 @@ class ModelRunner:
         with self._lock, attention_hook(), self.cpu_layers.diverted():
             logits: mx.array = self.model(inputs, cache=self.caches, **seen)
         return logits
+
+
+def _telling(read: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """What reads a copy. Who calls it may go on after an error, and MLX tells of an error once."""
+    told: Callable[[], Any] = telling_errors()(partial(read, *args))
+    return told
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

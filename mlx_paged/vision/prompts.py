@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
+from mlx_paged import ops
 from mlx_paged.chat.encoding import mark_places
 from mlx_paged.chat.marks import divided, spare
 from mlx_paged.vision.images import opened
@@ -111,7 +112,7 @@ class Eyes:
             image_token_index=getattr(self._vlm.config, "image_token_index", None),
             add_special_tokens=self.adds_special,
         )
-        tokens = np.array(found.pop("input_ids")).reshape(-1).tolist()
+        tokens = np.array(_as_numpy(found.pop("input_ids"))).reshape(-1).tolist()
         kept = {
             name: tree_map(_as_numpy, value)
             for name, value in found.items()
@@ -137,7 +138,8 @@ def seen_prompt(vlm: Any, tokens: Sequence[int], pictures: Sequence[Picture]) ->
             image_grid_thw=mx.array(np.concatenate(grids)),
             attention_mask=mx.ones_like(ids),
         )
-        positions, delta = np.array(found, np.int32)[:, 0], int(np.array(deltas).reshape(-1)[0])
+        positions = np.array(_as_numpy(found), np.int32)[:, 0]
+        delta = int(np.reshape(_as_numpy(deltas), -1)[0])
     return SeenPrompt(tokens, Sight(tokens, pictures, is_image, positions, delta))
 
 
@@ -151,4 +153,4 @@ def image_tokens(config: Any, inputs: dict[str, Any]) -> list[int]:
 def _as_numpy(value: Any) -> Any:
     if isinstance(value, mx.array) and value.dtype == mx.bfloat16:
         value = value.astype(mx.float32)
-    return np.array(value) if isinstance(value, mx.array) else value
+    return np.array(ops.as_numpy(value)) if isinstance(value, mx.array) else value

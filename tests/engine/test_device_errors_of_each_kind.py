@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, ops, patched_mlx_lm
+from mlx_paged.kv.block_bytes import bytes_of
+from mlx_paged.runner import model_runner
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.scheduler.step import DeviceError
 from tests.support.commands.server_harness import demo
@@ -146,6 +148,27 @@ def test_what_a_device_copies_for_a_disk_while_it_fails_is_not_written(monkeypat
     again.scheduler.tier._seconds_to_compute = lambda start, stop: 1.0
     assert again.generate([PROMPTS[1]], max_tokens=5)[0].tokens == right
     again.close()
+
+
+def test_an_error_that_is_told_where_a_copy_for_a_disk_is_read_is_not_hidden(monkeypatch, tmp_path):
+    """The step under way may be what failed."""
+    engine = disk_engines.make_engine(tiny_model("llama"), tmp_path)
+    messages = [MESSAGE]
+
+    def read(*args: Any) -> Any:
+        if messages:
+            raise RuntimeError(messages.pop())
+        return bytes_of(*args)
+
+    monkeypatch.setattr(model_runner, "bytes_of", read)
+    expected = engine.generate([PROMPTS[1]], max_tokens=5)[0].tokens
+    assert messages and engine.runner.error is None
+    while engine.copy_when_idle():
+        pass
+    assert isinstance(engine.runner.error, DeviceError)
+    assert engine.generate([PROMPTS[1]], max_tokens=5)[0].tokens == expected
+    assert engine.stats.faults == 1
+    engine.close()
 
 
 @pytest.fixture

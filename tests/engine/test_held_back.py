@@ -1,7 +1,6 @@
 """A step with a chunk is held back until the tokens of the step before have been returned."""
 
 import gc
-import io
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from mlx_paged.runner import model_runner
 from mlx_paged.runner.model_runner import ModelRunner
 from tests.engine.test_prompt_logprobs import assert_scores
 from tests.support import TIMEOUT
+from tests.support.engine.begun import has_begun
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 SHORT, LONG, OTHER = (
@@ -37,13 +37,6 @@ def make_engine(model, **options):
         "max_running": 3,
     } | options
     return Engine(model, **options)
-
-
-def has_begun(array):
-    """Whether MLX has begun to compute an array: until then it has the nodes of its graph."""
-    graph = io.StringIO()
-    mx.export_to_dot(graph, array)
-    return "shape=rectangle" not in graph.getvalue()
 
 
 def under_way(engine):

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.kv.block_bytes import Staging, read_blocks, write_blocks
+from mlx_paged import ops
+from mlx_paged.kv.block_bytes import Staging, bytes_of, read_blocks, write_blocks
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
 
@@ -112,3 +113,16 @@ def test_staging_memory_has_one_user_at_a_time():
     del first, memory, other, others
     assert isinstance(staging.rows(5, 20)[0], mx.array), "the memory is not used again"
     assert isinstance(staging.rows(5, 21)[0], np.ndarray), "there is not so much of it"
+
+
+def test_bytes_of_a_copy_that_failed_are_not_read(monkeypatch):
+    """NumPy alone may swallow the error, and return garbage."""
+
+    def refused(*arrays):
+        raise RuntimeError("planted")
+
+    copied = mx.zeros((2, 8), mx.uint8)
+    monkeypatch.setattr(mx, "eval", refused)
+    for read in (lambda: bytes_of(copied, 0, 1), lambda: ops.as_numpy(copied)):
+        with pytest.raises(RuntimeError, match="planted"):
+            read()

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import KVBlockManager, OutOfBlocksError, paged_attention
+from mlx_paged import KVBlockManager, OutOfBlocksError, ops, paged_attention
 
 LAYERS, KV_HEADS, DIM = 2, 2, 8
 
@@ -217,6 +217,22 @@ def test_a_spilled_sequence_comes_back_bit_for_bit_in_other_blocks(on_disk, tmp_
     manager.free(0)
     manager.free(2)
     assert manager.blocks_in_use == 0
+
+
+def test_a_copy_that_fails_on_the_device_spills_nothing(monkeypatch):
+    manager = make_manager()
+    written(manager, 0, 6)
+    before = manager.table(0)[0].tolist()
+
+    def end():
+        raise RuntimeError("[METAL] Command buffer execution failed: planted.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops.metal, "end_of_work", lambda: end)
+        with pytest.raises(RuntimeError, match="planted"):
+            manager.spill_to_host(0)
+    assert manager.table(0)[0].tolist() == before
+    assert manager.spill_to_host(0) == 0
 
 
 def test_the_sequence_used_least_recently_is_spilled_first():

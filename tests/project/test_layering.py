@@ -49,7 +49,7 @@ MAY_IMPORT = {
         )
     },
     "formats": {"chat", "outputs", "sampling_params"},
-    "vision": {"arguments", "chat", "runner"},
+    "vision": {"arguments", "chat", "runner", "ops"},
     "chat": set[str](),
     "loading": {"cli", "vision", "runner"},
     "cli": {"arguments", "options"},
@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},
     "scheduler": {"kv_disk", "kv", *REQUESTS},
-    "kv_disk": {"cli", "kv", "request", "starting"},
+    "kv_disk": {"cli", "kv", "ops", "request", "starting"},
     "attention": {"kv", "ops"},
     "outputs": {"request", "sampling_params"},
     "request": {"kv", "sampling_params"},

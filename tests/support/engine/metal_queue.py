@@ -5,12 +5,14 @@ mlx/backend/metal/device.cpp, event.cpp and array.cpp of 0.32.2 to 0.32.4:
 - A command buffer signals its events when its commands end. Its completion handler runs later, and
   handlers run in the order of the buffers. A handler notes a failure in its encoder's error.
 - To open an encoder raises that error once, and clears it.
+- ``eval`` and ``async_eval`` commit buffers of their own.
 - ``array::wait`` waits for the event, not for the handler. If the handler has run by then,
   ``array::is_available`` raises the error and clears it.
 - ``CommandEncoder::synchronize`` waits until all handlers have run, then raises the error.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -21,8 +23,10 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.kv.pool import as_int32
+from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import DeviceError, Step
+from tests.support.engine.begun import has_begun
 from tests.support.models.tiny_models import VOCAB
 
 MESSAGE = "[METAL] Command buffer execution failed: planted."
@@ -35,7 +39,9 @@ class MetalQueue:
     Args:
         at: which launch fails.
         buffer: which of its buffers.
-        seed: decides how late handlers run.
+        seed: decides how late handlers run, and whether a step that is held back fails in its first
+            layers or in the rest.
+        others_wait: whether other engines may wait, and be told, before the one that waits is.
 
     Attributes:
         launches: how many steps were launched.
@@ -43,8 +49,9 @@ class MetalQueue:
         told: how often an error was raised.
     """
 
-    def __init__(self, at: int, buffer: int, seed: int) -> None:
+    def __init__(self, at: int, buffer: int, seed: int, others_wait: bool = False) -> None:
         self.failures = self.told = 0
+        self._others_wait = others_wait
         self._at, self._buffer = at, buffer
         self._random = Random(seed)
         self._buffers: list[bool] = []  # whether each of those that were committed failed
@@ -52,6 +59,7 @@ class MetalQueue:
         self._error: str | None = None
         self.launches = 0
         self._fails_next = False
+        self._rest: list[mx.array] = []  # of a step that fails in what has not begun yet
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let engines run on this queue."""
@@ -76,38 +84,64 @@ class MetalQueue:
         count = len(self._buffers)
 
         def wait() -> None:
+            self._let_others_wait()
             self._handle(count)
             self._check()
 
         return wait
 
+    def _let_others_wait(self) -> None:
+        """Wait as Python's collector does, which closes an engine at any moment."""
+        if self._others_wait and self._random.random() < 0.5:
+            with suppress(DeviceError), telling_errors():
+                mx.synchronize()
+
     def _launched(self, runner: ModelRunner, step: Step, launched: LaunchedStep) -> LaunchedStep:
         self.launches += bool(step.spans)
         if not step.spans or self.launches != self._at:
             return launched
-        # The last buffers are those of the step's own work and the one that marks its end.
-        self._buffers[-1 - BUFFERS + self._buffer] = True
-        self.failures += 1
         spoil(runner, step)
-        if launched.sampled is None:
-            return launched
-        wrong = (launched.sampled.tokens + 1) % VOCAB
-        return replace(launched, sampled=replace(launched.sampled, tokens=wrong))
+        if launched.held is None:
+            # The last buffers are those of the step's own work and the one that marks its end.
+            self._fail(-1 - BUFFERS + self._buffer)
+        elif self._random.random() < 0.5:
+            self._fail(-BUFFERS + self._buffer)
+        else:
+            self._rest = [array for array in launched.pending if not has_begun(array)]
+        if launched.sampled is not None:  # in place: the runner has the same object
+            wrong = (launched.sampled.tokens + 1) % VOCAB
+            launched.sampled = replace(launched.sampled, tokens=wrong)
+        return launched
+
+    def _fail(self, index: int) -> None:
+        assert index + len(self._buffers) >= self._num_handled, "its handler has run"
+        self._buffers[index] = True
+        self.failures += 1
+
+    def _commit(self) -> None:
+        """Commit the buffers of an eval."""
+        self._buffers += [False] * BUFFERS
+        if self._fails_next:
+            self._fail(-1)
+            self._fails_next = False
+        if any(map(has_begun, self._rest)):
+            self._fail(-BUFFERS + self._buffer)
+            self._rest = []
 
     def _encoding(self, function: Callable[..., None]) -> Callable[..., None]:
         def encode(*args: Any) -> None:
             self._handle(self._random.randint(self._num_handled, len(self._buffers)))
             self._check()
             function(*args)
-            self._buffers += [False] * (BUFFERS - 1) + [self._fails_next]
-            self.failures += self._fails_next
-            self._fails_next = False
+            self._commit()
 
         return encode
 
     def _waiting(self, function: Callable[..., None]) -> Callable[..., None]:
         def wait(*args: Any) -> None:
             function(*args)
+            self._commit()
+            self._let_others_wait()
             self._handle(self._random.randint(self._num_handled, len(self._buffers)))
             self._check()
 
