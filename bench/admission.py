@@ -24,12 +24,13 @@ from mlx_lm.generate import BatchGenerator as MlxLmBatchGenerator
 from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 from tqdm import tqdm
 
-from bench.command import MIB, add_model, add_rounds, make_parser, print_result, table
-from bench.machine import Clock, check_machine, machine_text
+from bench.command import MIB, print_result, table
+from bench.flags.admission import parse
+from bench.flags.clock import Clock
+from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
 from bench.pairs import turns
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
-from mlx_paged.cli import COUNT
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.options import BLOCK_SIZE
@@ -268,20 +269,6 @@ def start_streams(args: argparse.Namespace, model: nn.Module) -> dict[str, Strea
     ours = Streams(BatchGenerator(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, **options))
     ours.start(prompts, max_tokens)
     return {"mlx_lm": mlx_lm, "mlx_lm, patched": patched, "mlx_paged": ours}
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("admission", __doc__)
-    add = parser.add_argument
-    add("--rows", type=COUNT, default=8, help="sequences with live K/V")
-    add("--tokens", type=COUNT, default=4096, help="tokens of each of these sequences")
-    add("--admitted-tokens", type=COUNT, default=128, help="tokens of the sequence that joins")
-    add(
-        "--visitor-tokens", type=COUNT, default=8, help="tokens of the prompt that joins and leaves"
-    )
-    add_rounds(parser, 5)
-    add_model(parser, default="many-kv-heads")
-    return parser.parse_args(argv)
 
 
 def measure(args: argparse.Namespace, model: nn.Module) -> Costs:

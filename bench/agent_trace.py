@@ -24,43 +24,18 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from bench.command import add_rounds, make_parser, print_result, table, text_of
+from bench.command import print_result, table, text_of
+from bench.flags.agent_trace import HYBRIDS, parse
 from bench.machine import check_machine, machine_text
-from bench.models import SIZES, random_llama
+from bench.models import random_llama
+from bench.names import SIZES
 from bench.pairs import ratio, turns
 from mlx_paged import Engine, SamplingParams, demo_model_path
-from mlx_paged.cli import COUNT
 from mlx_paged.loading import load_model
 from mlx_paged.protocol.turn_ends import turn_ends
 
 ROOT = Path(__file__).parents[1]
 Message = dict[str, Any]
-
-HYBRIDS: dict[str, dict[str, Any]] = {
-    "lfm2": {
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_multiple_of": 8,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "layer_types": ["conv", "full_attention"],
-    },
-    "nemotron_h": {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "mamba_proj_bias": False,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "conv_kernel": 4,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "mlp_bias": False,
-        "attention_bias": False,
-        "layer_norm_epsilon": 1e-5,
-        "hybrid_override_pattern": ["M", "*"],
-    },
-}
-"""By architecture: what it needs beside a size. Its layers are recurrent and attend, by turns."""
 
 TOOLS = [
     {
@@ -255,32 +230,6 @@ def run_turn(engine: Engine, prompt: Prompt, keeps_ends: bool) -> tuple[int, flo
             done = output.completion
     assert first is not None and done is not None and done.tokens == prompt.answer
     return done.cached_prompt_tokens, first
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("agent_trace", __doc__)
-    add = parser.add_argument
-    add(
-        "--model",
-        choices=HYBRIDS,
-        default="lfm2",
-        help="model to compare with a Llama (default: %(default)s)",
-    )
-    add(
-        "--size",
-        choices=SIZES,
-        default="reference",
-        help="size of both models (default: %(default)s)",
-    )
-    add(
-        "--snapshots",
-        type=COUNT,
-        default=128,
-        help="maximum snapshots of states (default: %(default)s)",
-    )
-    add("--no-turn-ends", action="store_true", help="do not tell the engine where turns end")
-    add_rounds(parser, 3)
-    return parser.parse_args(argv)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:

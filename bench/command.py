@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bench.models import REAL, SIZES, real_model
+from bench.names import REAL, SIZES, real_model
 from mlx_paged.cli import COUNT, Parser, number
 
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
@@ -15,9 +15,9 @@ MIB = 2**20
 GIB = 2**30
 
 
-def make_parser(bench: str, doc: str | None) -> Parser:
-    """The parser of one bench; its help shows the first line of `doc`."""
-    return Parser(prog=f"bench.{bench}", description=(doc or "").splitlines()[0])
+def make_parser(bench: str, about: str) -> Parser:
+    """The parser of one bench."""
+    return Parser(prog=f"bench.{bench}", description=about)
 
 
 def add_model(parser: Parser, default: str = "reference") -> None:

@@ -3,16 +3,15 @@
 import os
 import platform
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from bench.flags.clock import Clock
 from mlx_paged.doctor.speed import GB, MemoryReader
 from mlx_paged.ops.cpu_layers import CPULayers
 
@@ -51,25 +50,6 @@ def blas() -> str:
     libraries = {Path(line.split()[-1]) for line in mapped.splitlines() if "blas" in line}
     preloaded = [p.name for p in libraries if not p.parent.name.endswith(".libs")]
     return ", ".join(sorted(preloaded)) or "the reference BLAS of MLX's wheel"
-
-
-class Clock(StrEnum):
-    """How seconds are counted."""
-
-    WALL = "wall"
-    PROCESSOR = "processor"
-
-    def seconds(self, run: Callable[[], object], num_threads: int) -> float:
-        """The wall time of `run`, or the processor time of all threads divided by `num_threads`.
-
-        Processor time tells what an idle machine would need, if the threads share the work evenly.
-        It is too short for work on one thread, such as most of MLX's on a CPU.
-        """
-        read = time.perf_counter if self is Clock.WALL else time.process_time
-        started = read()
-        run()
-        elapsed = read() - started
-        return elapsed if self is Clock.WALL else elapsed / num_threads
 
 
 def measure_read(

@@ -25,19 +25,16 @@ from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
 from bench.command import (
-    AT_LEAST_TWO,
     MIB,
-    add_model,
-    make_parser,
     print_result,
     table,
     text_of,
 )
+from bench.flags.memory import parse
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
 from bench.pairs import in_turns
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, COUNT_OR_NONE, KV_BLOCK_SIZES
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.options import KVBits, checked_bits
 from mlx_paged.runner.model_probe import probe
@@ -328,20 +325,7 @@ def print_times(result: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("memory", __doc__)
-    add = parser.add_argument
-    add("--prompt-tokens", type=COUNT, default=500, help="tokens of the shared prompt")
-    own = "maximum prompt tokens after the shared prefix"
-    add("--own-tokens", type=AT_LEAST_TWO, default=100, help=own)
-    add("--n", type=COUNT, default=16, help="number of samples, beams and requests")
-    add("--max-tokens", type=AT_LEAST_TWO, default=64, help="maximum new tokens of each sequence")
-    sizes = KV_BLOCK_SIZES
-    add("--block-size", type=int, choices=sizes, default=16, help="tokens in a KV block")
-    add("--kv-bits", metavar="8|6|4", help="quantized K/V, beside mlx-lm's quantized caches")
-    rounds = "also time samples and forks, in so many rounds (default: no times)"
-    add("--rounds", type=COUNT_OR_NONE, default=0, help=rounds)
-    add_model(parser)
-    args = parser.parse_args(argv)
+    args = parse(argv)
     model, work = named_model(args.model), workload_of(args)
     print(
         f"Floor of the samples: {work.ideal_blocks:.1f} blocks of {args.block_size}, none partly"

@@ -1,7 +1,6 @@
 """The models that benches run: Llama's shape with random weights, and a real chat model."""
 
 import json
-import os
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -12,51 +11,8 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
+from bench.names import REAL, REFERENCE, SIZES, real_model
 from mlx_paged.loading import load_model as load
-
-REFERENCE: dict[str, Any] = {
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "intermediate_size": 1024,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-}
-
-SIZES: dict[str, dict[str, Any]] = {
-    "reference": REFERENCE,
-    "many-kv-heads": REFERENCE | {"num_key_value_heads": 8},
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 96,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 128,
-    },
-}
-"""By name. Published numbers are measured with "reference". "many-kv-heads" has four times the K/V
-(16 KiB a token). "tiny" is for tests."""
-
-REAL_MODEL = "REAL_MODEL_DIR"
-"""The variable that names the directory of :mod:`scripts.real_model`."""
-
-REAL = ("smollm2-4bit", "smollm2-bfloat16", "smollm2-float32")
-"""SmolLM2-135M-Instruct: names of what that script writes."""
-
-MODELS = (*SIZES, *REAL)
-
-
-def real_model(name: str) -> Path:
-    """The directory of a name in :data:`REAL`; ValueError says how to make it."""
-    home = os.environ.get(REAL_MODEL)
-    directory = Path(home or "") / name.removeprefix("smollm2-")
-    if not home or not (directory / "config.json").is_file():
-        found = f"{REAL_MODEL} is {home!r}" if home else f"{REAL_MODEL} is not set"
-        raise ValueError(
-            f"model {name}: {found}: expected the DIR of `python -m scripts.real_model DIR`"
-        )
-    return directory
 
 
 def gguf_of(name: str) -> Path | None:

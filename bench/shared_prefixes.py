@@ -8,9 +8,7 @@ engine that serves agents with one system prompt, then samples of one prompt.
 """
 
 import argparse
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from statistics import median
@@ -19,60 +17,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from bench.command import GIB, add_model, add_rounds, make_parser, print_result, table
-from bench.machine import Clock, check_machine, machine_text, measure_read
+from bench.command import GIB, print_result, table
+from bench.flags.clock import Clock
+from bench.flags.head_counts import HeadCounts
+from bench.flags.shared_prefixes import BLOCK_SIZE, SAMPLED_TOKENS, Batch, parse
+from bench.machine import check_machine, machine_text, measure_read
 from bench.models import named_model, random_prompts
-from bench.paged_attention.cases import DTYPES, HeadCounts
 from bench.pairs import in_turns, ratio
 from mlx_paged import Engine, SamplingParams, ops
-from mlx_paged.cli import COUNT
 from mlx_paged.kv.blocks import ceil_div
 
-BLOCK_SIZE = 16
 OWN_TOKENS = 40, 200  # of an agent's prompt: at least and fewer than
-SAMPLED_TOKENS = 2000  # of the prompt that has several samples
-
-
-@dataclass(frozen=True)
-class Batch:
-    """So many sequences with shared and own keys each."""
-
-    sequences: int
-    shared: int
-    own: int
-
-    @staticmethod
-    def parse(text: str) -> "Batch":
-        """From a text such as "16x4096+64"."""
-        numbers = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
-        found = Batch(*map(int, numbers.groups())) if numbers else Batch(0, 0, 0)
-        if found.sequences < 2 or found.shared < BLOCK_SIZE or found.own < 1:
-            form = "SEQUENCESxSHARED+OWN keys, e.g. 16x4096+64, at least 2x16+1"
-            raise argparse.ArgumentTypeError(f"is {text!r}: expected {form}")
-        return found
-
-    def __str__(self) -> str:
-        return f"{self.sequences}x{self.shared}+{self.own}"
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("shared_prefixes", __doc__)
-    add = parser.add_argument
-    add(
-        "--only", choices=("op", "served"), help="measure the op or the engine only (default: both)"
-    )
-    heads = [HeadCounts(32, 8, 128), HeadCounts(8, 2, 64)]
-    add("--heads", type=HeadCounts.parse, nargs="+", default=heads, metavar="H:H_KV:D")
-    add("--dtypes", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
-    batches = [Batch(16, 4096, 64), Batch(32, 4000, 100), Batch(2, 512, 64)]
-    add("--batches", type=Batch.parse, nargs="+", default=batches, metavar="NxSHARED+OWN")
-    add_model(parser)
-    add("--agents", type=COUNT, default=32, help="requests that share a system prompt")
-    add("--shared-tokens", type=COUNT, default=4000, help="tokens of the system prompt")
-    add("--samples", type=COUNT, default=16, help=f"samples of a prompt of {SAMPLED_TOKENS} tokens")
-    add("--max-tokens", type=COUNT, default=128, help="maximum new tokens of each answer")
-    add_rounds(parser, 7)
-    return parser.parse_args(argv)
 
 
 def measured(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

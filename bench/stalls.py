@@ -19,12 +19,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 
-from bench.command import AT_LEAST_TWO, add_model, add_rounds, make_parser, print_result, table
+from bench.command import print_result, table
+from bench.flags.stalls import parse
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
 from bench.pairs import in_turns, ratio
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, MILLISECONDS
 from mlx_paged.scheduler.budget import MIN_CHUNK
 
 BASELINE_STEPS = 20  # steps of decodes alone before the long prompt arrives
@@ -197,21 +197,6 @@ def summary(rounds: list[Round], bound_ms: float, promise_ms: float) -> dict[str
 def max_gap_ratio(slow: list[Round], fast: list[Round]) -> float:
     """Largest gap of one engine over that of another in the same round: the median of rounds."""
     return ratio([max(each.gaps) for each in slow], [max(each.gaps) for each in fast]).median
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("stalls", __doc__)
-    add = parser.add_argument
-    add("--streams", type=COUNT, default=8, help="requests that decode")
-    add("--stream-tokens", type=COUNT, default=256, help="prompt tokens of each of these requests")
-    add("--prompt-tokens", type=AT_LEAST_TWO, default=6000, help="tokens of the long prompt")
-    add("--max-stall-ms", type=MILLISECONDS, default=150.0, help="mlx_paged's --max-stall-ms")
-    add("--warm-up-tokens", type=COUNT, default=1024, help="tokens of the warm-up prompt")
-    add("--prefill-chunk", type=COUNT, default=512, help="prefill chunk of mlx_paged")
-    add("--small-step", type=COUNT, default=128, help="prefill step of mlx-lm")
-    add_rounds(parser, 3)
-    add_model(parser)
-    return parser.parse_args(argv)
 
 
 def make_engine(

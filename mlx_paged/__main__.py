@@ -59,6 +59,7 @@ def _run(name: str) -> None:
 
 def _bench() -> str:
     """The module of the bench that the next argument names."""
+    from importlib import import_module
     from pathlib import Path
 
     from mlx_paged.cli import Parser
@@ -69,6 +70,7 @@ def _bench() -> str:
     package = Path(__file__).parent
     homes = package / "with_bench", package.parent  # in a wheel, in a clone
     sys.path.append(str(next(home for home in homes if (home / "bench").is_dir())))
+    import_module(f"bench.flags.{name}").parse(None)  # help and mistakes come before slow imports
     return f"bench.{name}"
 
 

@@ -26,11 +26,13 @@ import mlx.nn as nn
 import numpy as np
 
 from bench.command import print_result, table
+from bench.flags.presets import PRESETS
 from bench.host_cost.graph_costs import Timed, graph_costs
 from bench.machine import check_machine, machine_text
-from bench.models import SIZES, llama_model, random_llama
+from bench.models import llama_model, random_llama
+from bench.names import SIZES
 from bench.pairs import in_turns, ratio
-from bench.serving.workload import PRESETS, make_jobs
+from bench.serving.workload import make_jobs
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import COUNT, Parser
 from mlx_paged.loading import load_model

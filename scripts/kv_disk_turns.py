@@ -24,10 +24,12 @@ from typing import Any
 import numpy as np
 
 from bench.command import print_result
-from bench.models import SIZES, llama_model
+from bench.flags.presets import AGENTS, PRESETS
+from bench.models import llama_model
+from bench.names import SIZES
 from bench.pairs import in_turns, ratio
 from bench.serving.trace import Job
-from bench.serving.workload import AGENTS, PRESETS, make_jobs
+from bench.serving.workload import make_jobs
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, FRACTION, Parser
 from mlx_paged.kv_disk.packs import HEADER

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import cores, describe
-from bench.models import REAL, real_model
+from bench.names import REAL, real_model
 from mlx_paged.cli import COUNT, Parser
 from scripts.published_tables import HEADLINE, PARTS, RESULTS, ROOT, written
 

@@ -24,7 +24,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
 from bench.command import MIB
-from bench.models import SIZES, llama_model
+from bench.models import llama_model
+from bench.names import SIZES
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import Parser, number
 from mlx_paged.loading import load_model

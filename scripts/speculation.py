@@ -20,11 +20,12 @@ import mlx.nn as nn
 import numpy as np
 
 from bench.command import make_parser, print_result, table
+from bench.flags.presets import PRESETS
 from bench.machine import check_machine, machine_text
 from bench.models import first_layers, one_random_layer
 from bench.serving.engines import load_model
 from bench.serving.trace import Job
-from bench.serving.workload import PRESETS, make_jobs
+from bench.serving.workload import make_jobs
 from bench.stalls import Round, Server, play, summary
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, MILLISECONDS

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import stalls
+from bench.flags.stalls import parse
 from bench.machine import describe
-from bench.models import REAL, named_model
+from bench.models import named_model
+from bench.names import REAL
 from bench.pairs import in_turns
 from mlx_paged.cli import COUNT, MILLISECONDS, Parser
 
@@ -56,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """When each stream got its tokens, in seconds after the long prompt arrived."""
     words = [f"--model={options.model}", f"--prompt-tokens={options.prompt_tokens}"]
     words += [f"--max-stall-ms={options.max_stall_ms}", "--stream-tokens=64"]
-    args = stalls.parse([*words, "--warm-up-tokens=256"])
+    args = parse([*words, "--warm-up-tokens=256"])
     model, scenario = named_model(args.model), stalls.Scenario(args)
     bounded, _, stock, _ = stalls.servers(args, model, scenario).values()
     makers = {"mlx_paged": bounded, "mlx-lm": stock}

@@ -19,7 +19,9 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from bench.command import make_parser, print_result, table, text_of
+from bench.command import print_result, table, text_of
+from bench.flags.clock import Clock
+from bench.flags.host_cost import parse
 from bench.host_cost.block_costs import PUBLISHED, block_costs
 from bench.host_cost.graph_costs import graph_costs, graph_table
 from bench.host_cost.silent_engine import (
@@ -29,10 +31,9 @@ from bench.host_cost.silent_engine import (
     silenced,
     smallest_llama,
 )
-from bench.machine import Clock, check_machine
+from bench.machine import check_machine
 from bench.pairs import in_turns, turns
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, Parser
 from mlx_paged.scheduler.step import StepResult
 
 COUNTED = ("schedule", "tables", "sampling")
@@ -204,17 +205,6 @@ def median_us(action: Callable[[], object], repeats: int) -> float:
     return round(1e6 * median(Clock.WALL.seconds(action, 1) for _ in range(repeats)), 2)
 
 
-def add_arguments(parser: Parser) -> None:
-    add, rows = parser.add_argument, [1, 8, 32, 128, 256]
-    add("--rows", type=COUNT, nargs="+", default=rows, help="running requests")
-    add("--blocks", type=COUNT, default=512, help="KV blocks of each request")
-    add("--steps", type=COUNT, default=40, help="steps of each engine in a round")
-    add("--rounds", type=COUNT, default=5, help="number of rounds")
-    late = "read the tokens of each step before the next step is launched"
-    add("--no-lookahead", action="store_true", help=late)
-    add("--layers", type=COUNT, default=28, help="layers of the model whose graph is built")
-
-
 def measure_steps(args: argparse.Namespace) -> list[Course]:
     model, context = smallest_llama(), args.blocks * BLOCK_SIZE
     courses = []
@@ -250,9 +240,7 @@ def block_table(live: dict[str, dict[str, float]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("host_cost", __doc__)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parse(argv)
     machine = check_machine()
     floors = {rows: floor_us(rows) for rows in args.rows}
     print("Floor, us: code that looks at each row once.")

@@ -10,8 +10,9 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 from bench.command import table
-from bench.machine import Clock
-from bench.models import SIZES, random_llama, random_prompts
+from bench.flags.clock import Clock
+from bench.models import random_llama, random_prompts
+from bench.names import SIZES
 from bench.pairs import in_turns, ratio
 from mlx_paged import Engine
 

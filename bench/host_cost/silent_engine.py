@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from bench.models import SIZES, random_llama
+from bench.models import random_llama
+from bench.names import SIZES
 from mlx_paged import Engine
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.runner.model_runner import ModelRunner

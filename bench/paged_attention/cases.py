@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -11,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from bench.flags.head_counts import HeadCounts
 from bench.paged_attention.ggml import GgmlAttention
 from mlx_paged import ops
 from mlx_paged.attention.forward import Chunk, LayerView
@@ -27,32 +27,6 @@ MAX_LAYERS = 32
 
 Contender = Callable[[int], Any]
 """Computes the attention of one layer; MLX's arrays are still to be evaluated."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadCounts:
-    """Query heads, KV heads, head dimension; written as "32:8:128"."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @classmethod
-    def parse(cls, text: str) -> "HeadCounts":
-        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*):([1-9]\d*)", text)
-        if found is None or int(found[1]) % int(found[2]):
-            raise argparse.ArgumentTypeError(
-                "expected query heads, KV heads that divide them and dim, as 32:8:128, got"
-                f" {text!r}"
-            )
-        return cls(*map(int, found.groups()))
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    def __str__(self) -> str:
-        return f"{self.num_heads}:{self.num_kv_heads}:{self.head_dim}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from bench import pairs
-from bench.machine import Clock, cores
+from bench.flags.clock import Clock
+from bench.machine import cores
 from bench.paged_attention.cases import Case, Inputs
 from mlx_paged.doctor.speed import GB, MemoryReader
 

@@ -11,22 +11,20 @@ object; docs/serving-bench.md says what each value means.
 import sys
 from collections.abc import Sequence
 
-from bench.command import INTERRUPTED, make_parser
-from bench.serving.arguments import add_arguments, parse
+from bench.command import INTERRUPTED
+from bench.flags.presets import BEHIND
+from bench.flags.serving import make, parse
 from bench.serving.behind import LINE, compare, without_long
 from bench.serving.engines import ANY_VOCAB, load_model
 from bench.serving.report import write_report
 from bench.serving.results import outcome_of, print_outcome
 from bench.serving.session import Session, describe, trace_of
 from bench.serving.trace import write_trace
-from bench.serving.workload import BEHIND
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 130 after Ctrl-C; mistakes exit with 2."""
-    parser = make_parser("serving", __doc__)
-    add_arguments(parser)
-    args = parse(parser, argv)
+    parser, args = make(), parse(argv)
     try:
         if args.report is not None:
             args.report.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,10 @@ from statistics import median
 
 import numpy as np
 
+from bench.flags.presets import LONG, SHORT
 from bench.serving.measures import ttfts_ms
 from bench.serving.run import Run
 from bench.serving.trace import Trace
-from bench.serving.workload import LONG, SHORT
 
 Runs = Mapping[str, Sequence[Run]]
 """Of each engine, one a round."""

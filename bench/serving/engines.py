@@ -10,14 +10,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from bench.models import (
-    MODELS,
-    copying_llama,
-    first_layers,
-    named_model,
-    one_random_layer,
-    vocab_size,
-)
+from bench.flags.engines import ENGINES, LLAMA_CPP, STATIC
+from bench.models import copying_llama, first_layers, named_model, one_random_layer, vocab_size
+from bench.names import MODELS
 from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
 from bench.serving.trace import Trace
 from mlx_paged.arguments import missing
@@ -29,7 +24,7 @@ from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.ranks import joined, rank
 
 ANY_VOCAB = 2**15  # ids of a trace for servers that get text
-STATIC = "_static"  # ending of the name of an engine that runs batch after batch
+
 
 VARIANTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "mlx_paged_ngram": lambda model: {"speculate": "ngram"},
@@ -40,22 +35,8 @@ VARIANTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
 """Arguments of mlx_paged's engine by name: the first layer drafts, or a useless random one; K/V
 goes to a disk, too."""
 
-LLAMA_CPP = {
-    "llama_cpp": {"is_flash": True, "is_half": False},
-    "llama_cpp_f16": {"is_flash": True, "is_half": True},
-    "llama_cpp_no_flash": {"is_flash": False, "is_half": False},
-    "llama_cpp_gguf": {"is_flash": True, "is_half": True},
-}
-"""How llama.cpp attends, by the engine's name: arguments of its context."""
-
 GGUF = "llama_cpp_gguf"
 """It runs the GGUF file that the model was made of; the others run the model's float32 weights."""
-
-ENGINES = (
-    *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static", *VARIANTS),
-    *(name + ending for name in LLAMA_CPP for ending in ("", STATIC)),
-)
-DEFAULT = ENGINES[:4]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bench.flags.engines import APIS
 from bench.serving.replay import Clock
 from bench.serving.run import Run, Stream
 from bench.serving.servers import Counters
@@ -24,9 +25,6 @@ from mlx_paged.arguments import missing
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
-
-APIS = {"completions": "completions", "chat": "chat/completions"}
-"""Paths by name."""
 
 COMMON = (
     "the of and to in is that for it as was with be by on not this are or from at which but have"

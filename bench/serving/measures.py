@@ -1,13 +1,13 @@
 """What a run amounts to, in numbers; and several rounds of runs in one."""
 
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median, median_low
 from typing import Any
 
 import numpy as np
 
+from bench.flags.limits import Slo
 from bench.serving.phases import Phase, Phases, split
 from bench.serving.run import Run, Stream
 
@@ -23,48 +23,8 @@ RATIOS = {
 }
 """What engines are compared by, in words."""
 
-LIMIT = re.compile(r"(ttft|itl|tpot)=(\d+\.?\d*|\.\d+)(ms|s)?")
-
 Summary = dict[str, Any]
 """Plain JSON values; docs/serving-bench.md says what each one means."""
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Service level objectives: limits on what the client of each stream sees, in seconds."""
-
-    ttft: float | None = None  # from the scheduled arrival to the first token
-    itl: float | None = None  # between any two consecutive tokens
-    tpot: float | None = None  # mean time between tokens
-
-    @classmethod
-    def parse(cls, text: str) -> "Slo":
-        """From e.g. ``ttft=500ms,itl=0.1s``; a bare number is milliseconds.
-
-        Raises:
-            ValueError: anything else.
-        """
-        limits: dict[str, float] = {}
-        for part in text.split(","):
-            found = LIMIT.fullmatch(part.strip())
-            if found is None or found[1] in limits or not float(found[2]):
-                raise ValueError(
-                    f"expected limits on ttft, itl or tpot, e.g. ttft=500ms,itl=100ms, got {text!r}"
-                )
-            limits[found[1]] = float(found[2]) / (1 if found[3] == "s" else 1000)
-        return cls(**limits)
-
-    def holds(self, stream: Stream) -> bool:
-        """Whether a stream has ended and kept every limit."""
-        if not stream.is_done:
-            return False
-        gaps = np.diff(stream.times_s)
-        seen = {
-            "ttft": stream.times_s[0] - stream.arrival_s,
-            "itl": float(gaps.max(initial=0.0)),
-            "tpot": float(gaps.mean()) if gaps.size else 0.0,
-        }
-        return all((limit := getattr(self, name)) is None or seen[name] <= limit for name in seen)
 
 
 def percentiles(values_ms: Sequence[float]) -> Summary:

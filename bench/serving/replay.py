@@ -1,13 +1,12 @@
 """Drive one engine through one trace and record what comes out, and when."""
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 import mlx.core as mx
 
+from bench.flags.limits import Stall
 from bench.serving.run import Run, Stream, Tick
 from bench.serving.servers import Counters, Server, Token
 from bench.serving.trace import Job
@@ -55,30 +54,6 @@ class StepClock(Clock):
 
     def after_step(self) -> None:
         self._now += self._step_s
-
-
-@dataclass(frozen=True)
-class Stall:
-    """Sleep for `seconds` in the tick with the number `tick`, from 0: for tests."""
-
-    seconds: float
-    tick: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Stall":
-        """From ``MILLISECONDS@TICK``; anything else is a ValueError."""
-        found = re.fullmatch(r"(\d{1,6}(?:\.\d*)?)@(\d+)", text)
-        if found is None or not float(found[1]):
-            raise ValueError(f"expected MILLISECONDS@TICK, e.g. 300@20, got {text!r}")
-        return cls(float(found[1]) / 1000, int(found[2]))
-
-    def sleep(self, tick: int) -> float:
-        """Returns the seconds that it took: 0 in all ticks but one."""
-        if tick != self.tick:
-            return 0.0
-        start = time.perf_counter()
-        time.sleep(self.seconds)
-        return time.perf_counter() - start
 
 
 class Replay:

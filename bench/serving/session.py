@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
+from bench.flags.presets import PRESETS
 from bench.machine import check_machine, linear_gflops, machine_text, machine_warnings
 from bench.models import gguf_of
 from bench.pairs import turns
@@ -28,7 +29,7 @@ from bench.serving.measures import Summary, goodput
 from bench.serving.replay import Clock, Replay, StepClock
 from bench.serving.run import Run
 from bench.serving.trace import Trace, digest, make_trace, read_trace
-from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
+from bench.serving.workload import ClosedLoop, OpenLoop, arrival_times, make_jobs
 from mlx_paged.options import checked_bits
 
 SEARCH_START = 0.8

@@ -316,14 +316,15 @@ async def _metrics(request: Request) -> Response:
 
 
 async def _status(request: Request) -> Response:
-    models = list(request.app.state.models.loaded.values())
+    models, metrics = list(request.app.state.models.loaded.values()), request.app.state.metrics
 
     def read() -> list[dict[str, Any]]:
-        return [{"model": m.name} | m.service.call(engine_status) for m in models]
+        return [metrics.status(m.name) | m.service.call(engine_status) for m in models]
 
     with suppress(RuntimeError):  # an engine has stopped
-        uptime = time.time() - request.app.state.created
-        return JsonAnswer({"uptime_s": uptime, "models": await asyncio.to_thread(read)})
+        status = {"uptime_s": time.time() - request.app.state.created}
+        status["failed_answers"] = metrics.failed_answers()
+        return JsonAnswer(status | {"models": await asyncio.to_thread(read)})
     raise Refusal(503, "the engine has stopped")
 
 

@@ -16,6 +16,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from mlx_paged.engine.engine import Engine
 from mlx_paged.metrics.tick_log import BUCKETS_MS, TimeHistogram
 from mlx_paged.server.models import Models
+from mlx_paged.server.recent import Recent
 
 Kind = type[GAUGE | COUNTER]
 
@@ -180,6 +181,10 @@ class ServerMetrics:
             name: Histogram(f"vllm:{name}_seconds", "As in vLLM.", buckets=SECONDS, **named)
             for name in VLLM_TIMES
         }
+        self._recent = {
+            name: Recent(self._vllm[name], SECONDS)
+            for name in ("time_to_first_token", "inter_token_latency")
+        }
         named["labelnames"] = [MODEL, "finished_reason"]
         self._success = Counter("vllm:request_success", "As in vLLM.", **named)
         self._registry.register(self)
@@ -189,6 +194,7 @@ class ServerMetrics:
         if is_first:
             self.ttft.observe(seconds)
         name = "time_to_first_token" if is_first else "inter_token_latency"
+        self._recent[name].note()
         self._vllm[name].labels(self._models.names.label(path)).observe(seconds)
 
     def ended(
@@ -204,6 +210,28 @@ class ServerMetrics:
             self._success.labels(label, reason).inc()
             if queue_s is not None:
                 self._vllm["request_queue_time"].labels(label).observe(queue_s)
+
+    def status(self, path: str) -> dict[str, Any]:
+        """What the status page shows of the model at `path` beside its engine: the name, ended
+        completions by reason, and percentiles of latencies of the last minutes."""
+        label = self._models.names.label(path)
+        ended = {
+            sample.labels["finished_reason"]: sample.value
+            for family in self._success.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.labels[MODEL] == label
+        }
+        latencies = {name: recent.percentiles(label) for name, recent in self._recent.items()}
+        return {"model": label, "ended": ended, **latencies}
+
+    def failed_answers(self) -> dict[str, float]:
+        """HTTP answers that are errors, by status."""
+        return {
+            sample.labels["code"]: sample.value
+            for family in self.responses.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total") and sample.labels["code"] >= "400"
+        }
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 from test_bench_cli import Outputs
 
-from bench import machine
-from bench.machine import Clock, measure_read
+from bench.flags import clock
+from bench.flags.clock import Clock
+from bench.flags.head_counts import HeadCounts
+from bench.machine import measure_read
 from bench.paged_attention import __main__ as paged_attention
 from bench.paged_attention import timing as attention_timing
-from bench.paged_attention.cases import Case, HeadCounts, Inputs
+from bench.paged_attention.cases import Case, Inputs
 from bench.paged_attention.ggml import GgmlAttention
 from bench.paged_attention.timing import in_turns, summary
 from mlx_paged.doctor.speed import MemoryReader
@@ -236,8 +238,8 @@ def test_fast_ways_are_repeated_in_their_turn(monkeypatch):
 
 
 def test_processor_time_is_shared_by_the_threads_and_does_not_pass_in_sleep(monkeypatch):
-    monkeypatch.setattr(machine.time, "perf_counter", iter([1.0, 9.0]).__next__)
-    monkeypatch.setattr(machine.time, "process_time", iter([1.0, 4.0]).__next__)
+    monkeypatch.setattr(clock.time, "perf_counter", iter([1.0, 9.0]).__next__)
+    monkeypatch.setattr(clock.time, "process_time", iter([1.0, 4.0]).__next__)
     assert Clock.WALL.seconds(lambda: None, 2) == 8.0
     assert Clock.PROCESSOR.seconds(lambda: None, 2) == 1.5
 

@@ -10,6 +10,7 @@ import pytest
 
 from bench import machine, memory, stalls
 from bench.command import table, text_of
+from bench.flags.clock import Clock
 from bench.models import llama_model, random_prompts
 from mlx_paged.ops.cpu_layers import mlx_linear
 from mlx_paged.scheduler.budget import MIN_CHUNK
@@ -99,12 +100,12 @@ def test_a_machine_that_distorts_times_is_named_once_a_cause(
 def test_a_linear_layer_is_rated_by_the_faster_of_both_kernels(monkeypatch, own_is_faster):
     """As if one kernel took a tenth of the other's second."""
 
-    def seconds(clock: machine.Clock, run: Callable[[], object], num_threads: int) -> float:
+    def seconds(clock: Clock, run: Callable[[], object], num_threads: int) -> float:
         run()
         is_own = nn.Linear.__call__ is not mlx_linear[nn.Linear]
         return 0.1 if is_own is own_is_faster else 1.0
 
-    monkeypatch.setattr(machine.Clock, "seconds", seconds)
+    monkeypatch.setattr(Clock, "seconds", seconds)
     operations = 2 * machine.GEMM_SIZE**3
     assert machine.linear_gflops(mx.float32) == pytest.approx(operations / 0.1e9, rel=0.1)
 

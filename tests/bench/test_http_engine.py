@@ -16,9 +16,10 @@ from pathlib import Path
 import mlx_lm
 import pytest
 
+from bench.flags.limits import Slo
 from bench.serving import __main__ as serving
 from bench.serving.http_engine import WARM_UP, Endpoint
-from bench.serving.measures import Slo, itls_ms, summarize, tpots_ms, ttfts_ms
+from bench.serving.measures import itls_ms, summarize, tpots_ms, ttfts_ms
 from bench.serving.run import Run
 from bench.serving.trace import Job, make_trace
 from bench.serving.workload import ClosedLoop, OpenLoop

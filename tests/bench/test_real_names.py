@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from bench.models import REAL, REAL_MODEL, gguf_of, named_model, random_prompts, vocab_size
+from bench.models import gguf_of, named_model, random_prompts, vocab_size
+from bench.names import REAL, REAL_MODEL
 from bench.serving import __main__ as serving
 from bench.serving.engines import check_engines, kv_token_bytes
 from tests.support.models.tiny_models import VOCAB, tiny_model

@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from bench.flags.limits import Slo
 from bench.machine import machine_warnings
 from bench.serving import curves
 from bench.serving.charts import BOTTOM, LEFT, RIGHT, SHORTEST, TOP
-from bench.serving.measures import RATIOS, Slo
+from bench.serving.measures import RATIOS
 from bench.serving.report import write_report
 from bench.serving.results import outcome_of
 from bench.serving.run import Run, Stream, Tick

@@ -6,19 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from bench.serving.engines import (
-    ENGINES,
-    Limits,
-    enough_blocks,
-    kv_token_bytes,
-    make_server,
-    static_blocks,
-)
-from bench.serving.replay import Replay, Stall, StepClock
+from bench.flags import engines as flags_of_engines
+from bench.flags.engines import ENGINES
+from bench.flags.limits import Stall
+from bench.flags.presets import PRESETS
+from bench.serving import engines
+from bench.serving.engines import Limits, enough_blocks, kv_token_bytes, make_server, static_blocks
+from bench.serving.replay import Replay, StepClock
 from bench.serving.run import Run
 from bench.serving.servers import Counters, Level, PagedServer, Token
 from bench.serving.trace import Job, make_trace
-from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, make_jobs
+from bench.serving.workload import ClosedLoop, OpenLoop, make_jobs
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 INSTALLED = [
@@ -231,3 +229,7 @@ def test_what_the_engine_says_about_its_own_spikes_comes_with_their_ticks(model)
     assert server.causes(4) == ("eviction",)
     assert [tick.tokens for tick in run.ticks] == [tick.sampled for tick in log]
     assert [tick.blocks_in_use for tick in run.ticks] == [tick.blocks_in_use for tick in log]
+
+
+def test_each_variant_of_the_engine_has_a_name_among_the_flags():
+    assert tuple(engines.VARIANTS) == flags_of_engines.VARIANTS

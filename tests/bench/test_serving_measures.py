@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from bench.flags.limits import Slo, Stall
 from bench.serving.measures import (
-    Slo,
     goodput,
     itls_ms,
     kv_memory,
@@ -16,7 +16,6 @@ from bench.serving.measures import (
     ttfts_ms,
 )
 from bench.serving.phases import causes_of, find_spikes, spike_threshold, split
-from bench.serving.replay import Stall
 from bench.serving.results import phase_lines
 from bench.serving.run import Run, Stream, Tick
 from bench.serving.session import search

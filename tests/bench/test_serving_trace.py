@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
+from bench.flags.presets import AGENTS, PRESETS
 from bench.models import copying_llama, first_layers, llama_model, successors
 from bench.serving.trace import Job, digest, make_trace, read_trace, write_trace
-from bench.serving.workload import (
-    AGENTS,
-    PRESETS,
-    ClosedLoop,
-    OpenLoop,
-    arrival_times,
-    make_jobs,
-)
+from bench.serving.workload import ClosedLoop, OpenLoop, arrival_times, make_jobs
 
 
 def trace_of(preset, seed=0, rate=4.0, **options):

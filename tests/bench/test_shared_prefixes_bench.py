@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from bench import shared_prefixes
-from bench.paged_attention.cases import HeadCounts
+from bench.flags.head_counts import HeadCounts
 from bench.shared_prefixes import Batch, attention, gain, least_seconds
 
 SMALL = ["--rounds=1", "--heads=4:2:32", "--dtypes=float32", "--batches=3x160+20"]

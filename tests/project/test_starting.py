@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import mlx_paged
+from mlx_paged.__main__ import BENCHES
 from mlx_paged.cli import Parser
 from tests.support import TIMEOUT
 
@@ -15,6 +16,7 @@ COMMANDS = ("generate", "server", "run", "doctor", "kv_disk", "terminal")
 HELP = [
     *(["-m", "mlx_paged", *arguments] for arguments in ([], ["--version"], ["bench", "--help"])),
     *(["-m", f"mlx_paged.{name}", "--help"] for name in COMMANDS),
+    *(["-m", "mlx_paged", "bench", name, "--help"] for name in BENCHES),
 ]
 
 
@@ -31,6 +33,14 @@ def test_help_imports_nothing_slow(arguments):
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in shown.stderr.splitlines()}
     assert "mlx_paged" in imported
     assert imported & SLOW == set()
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_mistake_of_a_bench_comes_before_slow_imports(name):
+    found = run("-X", "importtime", "-m", "mlx_paged", "bench", name, "--no-such-flag")
+    assert found.returncode == 2 and found.stderr.endswith("arguments: --no-such-flag\n")
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in found.stderr.splitlines()}
+    assert "mlx_paged" in imported and imported & SLOW == set()
 
 
 def test_the_package_itself_imports_nothing_slow():

@@ -1,23 +1,24 @@
-"""Arguments of ``python -m bench.serving``."""
+"""Arguments of ``mlx_paged bench serving``."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.command import ABOVE_ZERO, add_rounds
-from bench.models import REAL, SIZES
-from bench.serving.engines import DEFAULT, ENGINES
-from bench.serving.http_engine import APIS
-from bench.serving.measures import Slo
-from bench.serving.replay import Stall
-from bench.serving.workload import PRESETS
+from bench.command import ABOVE_ZERO, add_rounds, make_parser
+from bench.flags.engines import APIS, DEFAULT, ENGINES
+from bench.flags.limits import Slo, Stall
+from bench.flags.presets import PRESETS
+from bench.names import REAL, SIZES
 from mlx_paged.cli import COUNT, FRACTION, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.options import Policy
 
+ABOUT = "Engines side by side under the same requests: throughput, latency, K/V memory."
 
-def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Arguments that fit together; a mistake ends the process with status 2."""
+    parser = make()
     args = parser.parse_args(argv)
     if args.trace is not None and (args.request_rate is not None or args.requests is not None):
         parser.error("--trace: brings its own arrivals, without --request-rate and --requests")
@@ -48,11 +49,14 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def add_arguments(parser: Parser) -> None:
+def make() -> Parser:
+    """The parser of the bench."""
+    parser = make_parser("serving", ABOUT)
     _add_work(parser.add_argument_group("workload").add_argument)
     _add_load(parser.add_argument_group("load"))
     _add_engines(parser)
     _add_output(parser.add_argument_group("measures and output").add_argument)
+    return parser
 
 
 def _add_work(add: Callable[..., Any]) -> None:

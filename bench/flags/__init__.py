@@ -1,0 +1,1 @@
+"""The arguments of each bench. Knows no mlx, so that help is shown at once."""
