@@ -24,7 +24,8 @@ Where = Mapping[str, set[str]]
 """Places in the package by feature, field or kind: files, or lines of files."""
 
 ADAPTERS = {
-    *("server", "generate", "terminal", "batch_generator", "drop_in", "doctor", "metrics"),
+    *("server", "protocol", "generate", "terminal", "batch_generator", "drop_in"),
+    *("doctor", "metrics"),
     "options",
 }
 """Rooms with a count of their own; all other rooms and modules are the core."""
@@ -63,7 +64,7 @@ FEATURES = {
     ),
     "ranks": Feature(
         ("runner/ranks.py", "runner/links.py", "runner/plan.py"),
-        ("ranks", "rank_*", "*_rank", "*_ranks", "Leading*", "Lost*", "begins_each"),
+        ("ranks", "rank_*", "*_rank", "*_ranks", "LeadingRunner", "LostRank", "begins_each"),
     ),
     "beams": Feature(("engine/beams.py",), ("*beam*", "synchronous")),
     "profiling": Feature(("runner/profiling.py",), ("*profiling*", "*phase*")),
