@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from mlx_paged.formats.flattened import flattened
 from mlx_paged.formats.marks import Marks, is_token, quoted
 from mlx_paged.formats.schemas import choices_of, resolved, types_of
 from mlx_paged.sampling_params import JSON_STYLE
@@ -15,6 +16,10 @@ ANY_TEXT = r"/(.|\n)*/"
 SPACE = r"/\s{0,4}/"  # between a thought and the content
 
 
+TEXT_GRAMMAR = "x-lark"
+"""The keyword of a string's schema that has the grammar of the string's text."""
+
+
 class Function(NamedTuple):
     """A function that a grammar lets the model call."""
 
@@ -23,10 +28,41 @@ class Function(NamedTuple):
 
 
 def json_rule(schema: Any) -> str:
-    """A JSON schema inside a grammar."""
+    """A JSON schema inside a grammar. Raises ValueError if the schema, or one of a property, has a
+    grammar of a text that is no expression."""
     schema = EMPTY if schema is None or schema == {} else schema
-    schema = {"x-guidance": JSON_STYLE} | schema if isinstance(schema, dict) else schema
+    if isinstance(schema, dict):
+        schema = {"x-guidance": JSON_STYLE} | _with_pattern(schema)
+        properties, _ = declared(schema)
+        if properties:
+            schema["properties"] = {key: _with_pattern(own) for key, own in properties.items()}
     return f"%json {json.dumps(schema)}"
+
+
+def _with_pattern(schema: Any) -> Any:
+    """A schema with an expression in the place of the grammar of its text."""
+    lark = text_grammar(schema)
+    if lark is None:
+        return schema
+    try:
+        pattern = f"^{flattened(lark)}$"
+    except ValueError as error:
+        raise ValueError(
+            "tools: expected a grammar that is one expression, for this model writes its calls"
+            f" in JSON, but {error}"
+        ) from error
+    return {name: x for name, x in schema.items() if name != TEXT_GRAMMAR} | {"pattern": pattern}
+
+
+def text_grammar(schema: Any) -> str | None:
+    """The grammar of the texts of a string's schema, if it has one."""
+    lark = schema.get(TEXT_GRAMMAR) if isinstance(schema, dict) else None
+    return lark if isinstance(lark, str) and schema.get("type") == "string" else None
+
+
+def _nested(rule: str, lark: str) -> str:
+    """A rule of the texts of a grammar."""
+    return f"{rule}: %lark {{\n{lark}\n}}"
 
 
 class Shape(NamedTuple):
@@ -107,7 +143,7 @@ def _parameter(
     rules, ways = list[str](), list[str]()
     if types is None or "string" in types:
         ways.append(f"{marks.lark(begin + behind_key)} {rule}_t")
-        rules += _text(marks, f"{rule}_t", choices or [], end)
+        rules += _text(marks, f"{rule}_t", choices or [], end, text_grammar(schema))
     if types and (not ways or (shape.is_told and len(types) > 1)):
         inner = schema if isinstance(schema, dict) else {}
         inner = {name: root[name] for name in ("$defs", "definitions") if name in root} | inner
@@ -116,8 +152,10 @@ def _parameter(
     return [f"{rule}: {' | '.join(ways)}", *rules]
 
 
-def _text(marks: Marks, rule: str, choices: Sequence[Any], end: str) -> list[str]:
-    """The rules of a text and of the `end` behind it."""
+def _text(marks: Marks, rule: str, choices: Sequence[Any], end: str, lark: str | None) -> list[str]:
+    """The rules of a text, which may have a grammar, and of the `end` behind it."""
+    if lark is not None:
+        return [f"{rule}: {rule}_g {marks.lark(end)}", _nested(f"{rule}_g", lark)]
     if choices and all(isinstance(choice, str) for choice in choices):
         return [f"{rule}: ({' | '.join(map(quoted, choices))}) {marks.lark(end)}"]
     before = next((i for i, character in enumerate(end) if is_token(character)), len(end))
@@ -171,6 +209,8 @@ def _literal(rule: str, schema: Any, root: dict[str, Any], mark: str | None) -> 
         return f"{rule}: {json_rule(inner)}"
     if choices and all(isinstance(choice, str) for choice in choices):
         return f"{rule}: {mark} ({' | '.join(map(quoted, choices))}) {mark}"
+    if (lark := text_grammar(schema)) is not None:
+        return f"{rule}: {mark} {rule}_g {mark}\n{_nested(f'{rule}_g', lark)}"
     if mark.startswith("<["):
         return f"{rule}: {mark} {ANY_TEXT} {mark}"
     return f"{rule}: {mark} {rule}_t\n{rule}_t[suffix={mark}]: {ANY_TEXT}"

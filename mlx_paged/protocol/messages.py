@@ -25,6 +25,9 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """Stop reasons by OpenAI's finish reasons."""
 
 
+CLIENT = "custom"
+"""The type of tools that the client runs."""
+
 BILLING = "x-anthropic-billing-header:"
 """How a first block of the system prompt begins that differs between requests and sessions."""
 
@@ -69,7 +72,7 @@ def as_chat(body: Fields, counts: bool) -> Fields:
         chat["stop"] = body["stop_sequences"]
     if any(map(_names_citations, messages)):
         chat["document.citations"] = True
-    tools, ignored = client_tools(body.get("tools"), "custom")
+    tools, ignored = _client_tools(body.get("tools"))
     chat |= ignored | {"tools": [_tool(tool) for tool in tools]}
     choice = body.get("tool_choice") or {}
     require(isinstance(choice, dict), "tool_choice", "an object", choice)
@@ -114,16 +117,17 @@ def objects(value: Any, name: str) -> list[dict[str, Any]]:
     return list(value)
 
 
-def client_tools(tools: Any, own: str) -> tuple[list[dict[str, Any]], Fields]:
-    """The tools of the type `own`, which the client runs, and fields that name the others, which
-    nobody would run: they are ignored beside the former. Raises ValueError without one of these."""
+def _client_tools(tools: Any) -> tuple[list[dict[str, Any]], Fields]:
+    """The tools that the client runs, and fields that name the others, which nobody would run: they
+    are ignored beside the former. Raises ValueError without one of these."""
     given = objects(tools, "tools") if tools else []
-    others = {f"tools.{t['type']!s:.80}": True for t in given if t.get("type", own) != own}
+    others = {f"tools.{t['type']!s:.80}": True for t in given if t.get("type", CLIENT) != CLIENT}
     for i, tool in enumerate(given):
-        is_named = tool.get("type", own) != own or isinstance(tool.get("name"), str)
+        is_named = tool.get("type", CLIENT) != CLIENT or isinstance(tool.get("name"), str)
         require(is_named, f"tools[{i}].name", "a text", tool.get("name"))
-    kept = [tool for tool in given if tool.get("type", own) == own]
-    require(kept or not given, "tools", f"one of the type {own}, which the client runs", [*others])
+    kept = [tool for tool in given if tool.get("type", CLIENT) == CLIENT]
+    expected = f"one of the type {CLIENT}, which the client runs"
+    require(kept or not given, "tools", expected, [*others])
     return kept, others
 
 

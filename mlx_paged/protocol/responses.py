@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
+from mlx_paged.protocol import client_tools
 from mlx_paged.protocol.constraints import require, require_json
 from mlx_paged.protocol.deltas import Delta
 from mlx_paged.protocol.fields import OWN, Fields, is_list
 from mlx_paged.protocol.images import Part, image_part, told
 from mlx_paged.protocol.json_text import written
-from mlx_paged.protocol.messages import client_tools, event, folded, objects, text_of
+from mlx_paged.protocol.messages import event, folded, objects, text_of
 from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.vision.images import has_image, is_image, parts_of
 
@@ -38,10 +39,23 @@ that is not given."""
 SEAL = "mlx_paged:"
 """How `encrypted_content` of our own begins; the reasoning follows as it is."""
 
-OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+SHELLS = {
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+}
+"""Kinds of items that are calls of tools with a schema of their own: the name of the tool, and what
+an item calls the arguments."""
+
+OUTPUTS = ("function_call_output", "custom_tool_call_output", *(f"{x}_output" for x in SHELLS))
 """Kinds of items that are results of calls."""
 
-PASSED_OVER = ("web_search_call", "compaction", "compaction_summary", "additional_tools")
+PASSED_OVER = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("tool_search_call", "tool_search_output", "computer_call", "computer_call_output"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
+    *("program", "program_output", "compaction", "compaction_summary", "additional_tools"),
+)
 """Kinds of items that the model is not shown, and that are ignored by name."""
 
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -63,6 +77,9 @@ def as_chat(body: Fields) -> Fields:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     instructions = _text(body.get("instructions"), "instructions")
     given = objects(items, "input")
+    for i, item in enumerate(given):
+        kind = item.get("type")
+        require(isinstance(kind, str | None), f"input[{i}].type", "a text", kind)
     passed = {f"input.{item['type']}" for item in given if item.get("type") in PASSED_OVER}
     is_shown = any(item.get("type") not in PASSED_OVER for item in given)
     require(is_shown, "input", "an item that the model can be shown", sorted(passed))
@@ -98,16 +115,13 @@ def _format(body: Fields) -> Fields:
 
 
 def _tools(body: Fields) -> Fields:
-    """Functions are offered to the model; tools of other kinds, which run elsewhere, are not."""
-    tools, chat = client_tools(body.get("tools"), "function")
-    own = "name", "description", "parameters"
-    functions = [{k: tool[k] for k in own if k in tool} for tool in tools]
-    chat["tools"] = [{"type": "function", "function": function} for function in functions]
-    if any(tool.get("strict") for tool in tools):
-        chat["tools.strict"] = True
+    """Tools that the client runs are offered to the model; other tools are not."""
+    offered = client_tools.read(body.get("tools"))
+    chat: Fields = {"tools": offered.functions} | dict.fromkeys(offered.ignored, True)
     choice = body.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") in client_tools.KINDS:
+        named = offered.named(choice.get("name"), choice["type"] == "custom")
+        choice = {"type": "function", "function": {"name": named}}
     return chat | {"tool_choice": choice}
 
 
@@ -129,45 +143,67 @@ def _seen(part: Any, name: str) -> Part:
     )
 
 
-def _known(item: dict[str, Any]) -> dict[str, Any]:
-    """The item; other calls as calls of functions."""
-    if item.get("type") == "custom_tool_call":
-        arguments = {"input": item.get("input")}
-        return item | {"type": "function_call", "arguments": written(arguments)}
-    if item.get("type") == "local_shell_call":
-        own = {"type": "function_call", "name": "local_shell"}
-        return item | own | {"arguments": written(item.get("action") or {})}
+def _known(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """The item; other calls as calls of functions. Raises ValueError for a malformed call."""
+    kind = item.get("type")
+    if kind == "custom_tool_call":
+        arguments = client_tools.arguments_of_input(item.get("input"), f"{name}.input")
+        return item | {"type": "function_call", "arguments": arguments}
+    if kind in SHELLS:
+        tool, key = SHELLS[kind]
+        given = item.get(key)
+        require(isinstance(given, dict), f"{name}.{key}", "an object", given)
+        return item | {"type": "function_call", "name": tool, "arguments": written(given)}
     return item
+
+
+def _call(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """A call of a function in the form of chat completions."""
+    require_json(item.get("arguments"), f"{name}.arguments")
+    require(isinstance(item.get("name"), str), f"{name}.name", "a text", item.get("name"))
+    space = item.get("namespace")
+    require(isinstance(space, str | None), f"{name}.namespace", "a text", space)
+    own = {"name": client_tools.flat(space, item["name"]), "arguments": item.get("arguments")}
+    return {"id": item.get("call_id"), "type": "function", "function": own}
+
+
+def _result(item: dict[str, Any], name: str) -> dict[str, Any]:
+    """The result of a call."""
+    output, answers = item.get("output"), item.get("call_id")
+    if item["type"] == "local_shell_call_output" and answers is None:
+        answers = item.get("id")
+    if item["type"] == "shell_call_output":
+        output = written(objects(output, f"{name}.output"))
+    if item["type"] == "apply_patch_call_output" and output is None:
+        output = item.get("status")
+    require(isinstance(answers, str), f"{name}.call_id", "the id of a call", answers)
+    result = _text(told(output), f"{name}.output")
+    return {"role": "tool", "tool_call_id": answers, "content": result}
 
 
 def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The items as messages of a chat: what the assistant thinks, says and calls is one message."""
     said, empty = dict[str, Any](), {"role": "assistant", "content": ""}
-    for i, item in enumerate(map(_known, items)):
-        if item.get("type") in PASSED_OVER:
+    for i, given in enumerate(items):
+        if given.get("type") in PASSED_OVER:
             continue
-        kind, role, name = item.get("type", "message"), item.get("role"), f"input[{i}]"
+        name = f"input[{i}]"
+        item = _known(given, name)
+        kind, role = item.get("type", "message"), item.get("role")
         is_said = kind in ("reasoning", "function_call") or (kind, role) == ("message", "assistant")
         ends = {"message": ("content",), "reasoning": ("content", "tool_calls")}
         if said and (not is_said or any(said.get(name) for name in ends.get(kind, ()))):
             yield empty | said
             said = {}
         if kind == "function_call":
-            require_json(item.get("arguments"), f"{name}.arguments")
-            require(isinstance(item.get("name"), str), f"{name}.name", "a text", item.get("name"))
-            function = {"name": item["name"], "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            said.setdefault("tool_calls", []).append(call)
+            said.setdefault("tool_calls", []).append(_call(item, name))
         elif kind == "reasoning":
             sealed = str(item.get("encrypted_content") or "")
             own = sealed.removeprefix(SEAL) if sealed.startswith(SEAL) else ""
             if thought := _text(item.get("content"), f"{name}.content") or own:
                 said["reasoning_content"] = thought
         elif kind in OUTPUTS:
-            result = _text(told(item.get("output")), f"{name}.output")
-            answers = item.get("call_id")
-            require(isinstance(answers, str), f"{name}.call_id", "the id of a call", answers)
-            yield {"role": "tool", "tool_call_id": answers, "content": result}
+            yield _result(item, name)
         elif kind == "message" and role == "assistant":
             said["content"] = _text(item.get("content"), f"{name}.content")
         else:
@@ -193,6 +229,7 @@ class Items:
         given = {name: x for name, x in given.items() if len(written(x)) <= MAX_ECHO}
         own: Fields = {"id": f"resp_{uuid.uuid4().hex}", "object": "response"}
         own["created_at"] = int(time.time())
+        self._offered = client_tools.read(body.get("tools"))
         self._sealed = "reasoning.encrypted_content" in (body.get("include") or ())
         self._numbers = count()
         self._open: dict[str, Any] = {}  # the item that has begun
@@ -223,11 +260,21 @@ class Items:
     def _call(self, call: Fields) -> Iterator[bytes]:
         yield from self._close()
         function = call["function"]
-        named = {"call_id": call["id"], "name": function["name"]}
-        yield self._start("function_call", "fc", named | {"arguments": ""})
-        yield self._at("function_call_arguments.delta", delta=function["arguments"])
-        self._open["arguments"] = function["arguments"]
-        yield self._at("function_call_arguments.done", **function)
+        own, given = self._offered.of(function["name"]), function["arguments"]
+        kind, prefix, key, event_of = "function_call", "fc", "arguments", "function_call_arguments"
+        told = {"name": own.name}
+        if own.is_custom:
+            kind, prefix, key, event_of = (
+                "custom_tool_call",
+                "ctc",
+                "input",
+                "custom_tool_call_input",
+            )
+            given, told = client_tools.text_of_input(given), {}
+        yield self._start(kind, prefix, {"call_id": call["id"], **own.names, key: ""})
+        yield self._at(f"{event_of}.delta", delta=given)
+        self._open[key] = given
+        yield self._at(f"{event_of}.done", **told, **{key: given})
 
     def end(self, is_whole: bool, usage: dict[str, Any]) -> Iterator[bytes]:
         """The events after all others."""
