@@ -42,6 +42,7 @@ def failing(
     return spans
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 @pytest.mark.parametrize("most", [1, 3])

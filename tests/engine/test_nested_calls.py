@@ -337,7 +337,7 @@ class Nesting:
         assert tokens_of(self.stepped) == self.added
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_calls_within_calls(engine, seed):
     nesting = Nesting(engine, seed)

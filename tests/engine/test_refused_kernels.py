@@ -78,6 +78,7 @@ def test_each_kernel_may_be_refused(kernel, monkeypatch, caplog):
     assert {sample.labels["kernel"] for sample in samples} == set(refused)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_bits", [8, 6, 4])
 def test_quantized_writes_may_be_refused(kv_bits, monkeypatch):
     half = HalfModel("llama", num_hidden_layers=2, head_dim=32)

@@ -11,17 +11,17 @@ from mlx_paged.protocol import prompts
 from scripts.agents import SHELLS, say, scripted
 from tests.support import TIMEOUT
 
-RULES = "\n".join(f"{i}. Keep file {i} short, and test what you change in it." for i in range(60))
+RULES = "\n".join(f"{i}. Keep file {i} short, and test what you change in it." for i in range(20))
 SYSTEM = f"You are a coding agent. These are the rules of the house.\n{RULES}\n"
 SCHEMA = {"type": "object", "additionalProperties": False}
 QUESTIONS = ("Fix the test of the parser.", "Now explain in a word what was wrong.")
-RESULT = "".join(f"line {i}: a made-up line of a file\n" for i in range(25))
+RESULT = "".join(f"line {i}: a made-up line of a file\n" for i in range(8))
 
 
 def function(name, *names):
     properties = {each: {"type": "string", "description": f"the {each}"} for each in names}
     parameters = SCHEMA | {"properties": properties, "required": list(names)}
-    text = f"{name} does what its name says. " * 8
+    text = f"{name} does what its name says. " * 3
     return {"name": name, "description": text, "parameters": parameters}
 
 

@@ -213,7 +213,8 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(server, monkeyp
 
 
 def test_nothing_from_the_network_is_unpickled():
-    for path in Path(mlx_paged.__file__).parent.glob("server/*.py"):
+    package = Path(mlx_paged.__file__).parent
+    for path in (*package.glob("server/*.py"), *package.glob("protocol/*.py")):
         source = path.read_text()
         assert "pickle" not in source and "_share_" not in source and "eval(" not in source
 
