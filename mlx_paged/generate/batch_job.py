@@ -23,7 +23,6 @@ from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.protocol import prompts, responses, thinking
 from mlx_paged.protocol.choices import CompletionChoice
 from mlx_paged.protocol.deltas import Delta
-from mlx_paged.protocol.fields import AS_MANY_AS_FIT
 from mlx_paged.protocol.model_paths import DEFAULT, is_last_part_of, is_path_of
 from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
 from mlx_paged.protocol.replies import Reply, ResponseReply
@@ -119,8 +118,7 @@ class BatchJob(Job):
             return 0
         asked, least = self.line.fields["max_tokens"], self.line.fields["min_tokens"]
         most = max(self.args.max_tokens, least) if asked is None else asked
-        limit = self.model.traits.max_context
-        most = limit if most == AS_MANY_AS_FIT else min(most, limit)
+        most = prompts.num_fitting(most, self.model.traits.max_context)
         return len(self.tokens) + self.count * (int(most) + 2 * block_size)
 
     def add(self, engine: Engine) -> list[int]:
@@ -161,13 +159,15 @@ class BatchJob(Job):
                 "status_code": 200 if error is None else error.status,
                 "request_id": f"req_{uuid.uuid4().hex}",
                 "body": body,
+                **self.told_max_tokens,
             },
             "error": told,
         }
 
     def _added(self, engine: Engine) -> list[int]:
         reply, fields, traits = self.reply, self.line.fields, self.model.traits
-        each = [prompts.sampling(traits, prompt, fields, self.args) for prompt in reply.prompts]
+        each = reply.sampling(traits, self.args)
+        self.max_tokens = reply.max_tokens
         for prompt, params in zip(reply.prompts, each, strict=True):
             engine.check_prompt(prompt.tokens)
             if params.constraint is not None:

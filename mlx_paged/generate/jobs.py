@@ -20,6 +20,8 @@ from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.protocol.fields import AS_MANY_AS_FIT
+from mlx_paged.protocol.prompts import num_fitting
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.images import MAX_BYTES, has_image, in_parts, parts_of
 from mlx_paged.vision.prompts import Eyes
@@ -42,6 +44,12 @@ class Job:
     n: int  # completions to return
     args: argparse.Namespace  # of the command
     refusal: str = ""  # why it is not computed
+    max_tokens: int | None = None  # that the context has room for, if its line asks for others
+
+    @property
+    def told_max_tokens(self) -> dict[str, int]:
+        """What a result's line says of :attr:`max_tokens`."""
+        return {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
 
     @property
     def count(self) -> int:
@@ -135,11 +143,12 @@ def make_job(
     context: int | None = None,
 ) -> Job:
     """Encode a prompt, its images by `eyes`, and check its options. --seed gives each prompt a seed
-    of its own, which does not depend on the other prompts. The job is refused if its tokens and a
-    line's own `max_tokens` are more than `context`; --max-tokens is cut to what fits. Raises
-    ValueError, which names the prompt's source."""
+    of its own, which does not depend on the other prompts. `max_tokens` is cut to what `context`
+    leaves; the job is refused if that is nothing. Raises ValueError, which names the prompt's
+    source."""
     try:
-        params = replace(params, **spec.options)
+        asked = spec.options.get("max_tokens", params.max_tokens)
+        params = replace(params, **{k: v for k, v in spec.options.items() if k != "max_tokens"})
         if args.seed is not None and params.seed is None:
             params = replace(params, seed=seed_of(args.seed, number))
         if spec.images and eyes is None:
@@ -155,18 +164,30 @@ def make_job(
         _check_beams(args, params, n)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{spec.source}: {one_line(error)}") from error
-    refusal = ""
-    if context is not None:
-        if "max_tokens" not in spec.options:
-            room = max(1, context - len(tokens))
-            params = replace(params, max_tokens=min(params.max_tokens, room))
-        if len(tokens) + params.max_tokens > context:
-            refusal = (
-                f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens} are more than the"
-                f" model's context length of {context} tokens: expected a shorter prompt or fewer"
-                " max_tokens"
-            )
-    return Job(number, spec, tokens, params, n, args, refusal)
+    if context is None and asked == AS_MANY_AS_FIT:
+        raise ValueError(
+            f"{spec.source}: max_tokens is -1: expected 1 or more, for the model has"
+            " no context length"
+        )
+    job = Job(number, spec, tokens, params, n, args)
+    _fit(job, asked, asked if context is None else context - len(tokens))
+    return job
+
+
+def _fit(job: Job, asked: int, room: int) -> None:
+    """Give a job the `max_tokens` that are asked for, or as many as the context has room for. If it
+    has room for none the job is refused."""
+    most = num_fitting(asked, room)
+    if most < 1:
+        num_prompt = len(job.tokens)
+        job.refusal = (
+            f"{num_prompt} prompt tokens and max_tokens 1 are more than the model's context length"
+            f" of {num_prompt + room} tokens: expected a shorter prompt"
+        )
+        return
+    job.params = replace(job.params, max_tokens=most)
+    if most != job.spec.options.get("max_tokens", most):
+        job.max_tokens = most
 
 
 def seed_of(seed: int, number: int) -> int:

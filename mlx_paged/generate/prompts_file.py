@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_paged.arguments import one_line
 from mlx_paged.generate.batch_lines import BatchLine, is_batch_line, read_line
+from mlx_paged.protocol.fields import AS_MANY_AS_FIT
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.vision.images import is_image, parts_of
 
@@ -102,7 +103,8 @@ def _parse(entry: Any, source: str) -> PromptSpec:
     options = {ALIASES.get(key, key): value for key, value in entry.items()}
     if "logit_bias" in options:
         options["logit_bias"] = _biases(options["logit_bias"])
-    SamplingParams(**options)  # raises ValueError for wrong values
+    checked = {k: v for k, v in options.items() if (k, v) != ("max_tokens", AS_MANY_AS_FIT)}
+    SamplingParams(**checked)  # raises ValueError for wrong values
     if options.keys() & set(GRAMMARS):  # one of them replaces any of the command line
         options = dict.fromkeys(GRAMMARS) | options
     return PromptSpec(prompt, messages, options, source, request_id, n, priority or 0, (*images,))

@@ -200,6 +200,7 @@ def _records(result: Result) -> Iterator[dict[str, Any]]:
             record["logprobs"] = answer.logprobs
         if isinstance(answer, Beam):
             record["score"] = answer.score
+        record |= job.told_max_tokens
         names = "prompt_tokens", "cached_prompt_tokens", "prefix_miss", "ttft_s", "seconds"
         record |= {name: getattr(completion, name) for name in names}
         if completion.top_logprobs:

@@ -118,6 +118,11 @@ def sampling(model: ModelTraits, prompt: Prompt, fields: Fields, args: Namespace
     )
 
 
+def num_fitting(asked: int, room: int) -> int:
+    """How many of the tokens that a request asks for the context has room for."""
+    return room if asked == AS_MANY_AS_FIT else min(asked, room)
+
+
 def may_answer_or_call(fields: Fields) -> bool:
     """Whether a request wants a call of a tool, or else a text that follows something."""
     return bool(fields["constraint"] and fields.get("tools") and not fields["must_call"])
@@ -151,7 +156,7 @@ def _num_most(model: ModelTraits, fields: Fields, num_prompt: int, args: Namespa
         name = "max_completion_tokens" if fields["max_completion_tokens"] else "max_tokens"
         raise ContextExceeded(num_prompt, asked, model.max_context, name)
     most = args.max_tokens if asked is None else asked
-    most = room if most == AS_MANY_AS_FIT else min(max(most, least), room)
+    most = num_fitting(most if most == AS_MANY_AS_FIT else max(most, least), room)
     expected = f"at most {room}, for which the context has room behind the prompt"
     require(least <= room, "min_tokens", expected, least)
     return max(most, int(asked != 0))

@@ -31,6 +31,7 @@ class Reply:
     fields: Fields
     prompts: list[Prompt] = field(default_factory=list)
     choices: list[CompletionChoice] = field(default_factory=list)
+    max_tokens: int | None = None  # that the context has room for, if others are asked for
     names: ClassVar[Mapping[str, str]] = {}  # what fields of chat completions are called
 
     @cached_property
@@ -51,7 +52,15 @@ class Reply:
         """Encode the prompts; how the tokens after each are chosen. `args` has the defaults,
         `template_args` those of the chat template. Raises as :func:`prompts.encode`."""
         self.prompts = prompts.encode(model, self.fields, template_args)
-        return [prompts.sampling(model, prompt, self.fields, args) for prompt in self.prompts]
+        return self.sampling(model, args)
+
+    def sampling(self, model: ModelTraits, args: Namespace) -> list[SamplingParams]:
+        """How the tokens after each of the prompts are chosen; `args` has the defaults. Raises as
+        :func:`prompts.sampling`."""
+        found = [prompts.sampling(model, prompt, self.fields, args) for prompt in self.prompts]
+        most = min((params.max_tokens for params in found), default=None)
+        self.max_tokens = None if self.fields["max_tokens"] in (None, 0, most) else most
+        return found
 
     def compile(self, compiles: Compile, params: SamplingParams) -> None:
         """Compile a grammar. If that of "a call or an answer" is wrong, find which of both is."""

@@ -51,7 +51,6 @@ class Answer(Reply):
     first_seconds: float | None = None  # from the arrival to the first token
     submitted: asyncio.Event = field(default_factory=asyncio.Event)  # what it asks for can be done
     ignored: list[str] = field(default_factory=list)  # fields without effect
-    max_tokens: int | None = None  # that the context has room for, if others are asked for
     sign_of_life: ClassVar[bytes] = b": still generating\n\n"  # of a stream
 
     @property
@@ -252,12 +251,8 @@ class Answer(Reply):
 
     def _read(self, model: Model) -> list[SamplingParams]:
         """As :meth:`read`, with the server's defaults."""
-        fields, args = self.fields, self.state.args
-        found = self.read(model, args, args.chat_template_args)
-        most = min((params.max_tokens for params in found), default=None)
-        if fields["max_tokens"] not in (None, 0, most):
-            self.max_tokens = most
-        return found
+        args = self.state.args
+        return self.read(model, args, args.chat_template_args)
 
     def _num_scores(self, params: list[SamplingParams]) -> int:
         """Log-probabilities of tokens of the prompts that are wanted."""

@@ -227,15 +227,11 @@ def test_a_bad_line_is_reported_with_its_number(run, tmp_path, line, message):
             "logit_bias names token 99",
         ),
         (
-            {"prompt": "x", "max_tokens": 2048},
-            "1 prompt tokens and max_tokens 2048 are more than the model's context length",
-        ),
-        (
             {"prompt": "a b " * 1100},
             "2201 prompt tokens and max_tokens 1 are more than the model's context length",
         ),
     ],
-    ids=["unknown token", "too many new tokens", "prompt beyond the context"],
+    ids=["unknown token", "prompt beyond the context"],
 )
 def test_a_prompt_that_the_engine_refuses_fails_alone(run, expected, tmp_path, line, message):
     output = tmp_path / "results.jsonl"
@@ -257,6 +253,29 @@ def test_the_flag_max_tokens_is_cut_to_what_the_context_leaves(run, tmp_path):
     assert run("--prompts-file", path, "--output", output).status == 0
     (answer,) = read_jsonl(output)
     assert answer["prompt_tokens"] + answer["generation_tokens"] == 2048
+
+
+@pytest.mark.parametrize("asked", [-1, 2048, 10**9])
+def test_a_lines_own_max_tokens_are_cut_too_and_the_result_says_so(run, tmp_path, asked):
+    prompt, output = "a b " * 1020, tmp_path / "results.jsonl"
+    plain = {"prompt": prompt, "ignore_eos": True}
+    head = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+    for lines in (
+        [plain | {"max_tokens": asked}, plain | {"max_tokens": 3}],
+        [head | {"body": plain | {"model": "default_model", "max_tokens": asked}}],
+    ):
+        path = jsonl(tmp_path / "prompts.jsonl", lines)
+        assert run("--prompts-file", path, "--output", output, "--overwrite").status == 0
+        first, *others = read_jsonl(output)
+        if "response" in first:
+            usage = first["response"]["body"]["usage"]
+            used, told = usage["total_tokens"], first["response"]["max_tokens"]
+            assert told == usage["completion_tokens"]
+        else:
+            used, told = first["prompt_tokens"] + first["generation_tokens"], first["max_tokens"]
+            assert told == first["generation_tokens"]
+        assert used == 2048
+        assert not any("max_tokens" in other for other in others)
 
 
 def test_a_chat_that_the_template_refuses_is_reported_with_its_number(run, chat_model, tmp_path):
