@@ -12,6 +12,7 @@ from transformers.utils import chat_template_utils
 from mlx_paged.chat.bounded import bounded
 from mlx_paged.chat.budget import Budget, current
 from mlx_paged.chat.marks import Divider, Rendered
+from mlx_paged.chat.tools import completed
 
 ALWAYS_RESERVED = frozenset(
     (
@@ -30,13 +31,16 @@ def rendered(tokenizer: Any, messages: Sequence[Any], **options: Any) -> Rendere
     Args:
         tokenizer: of mlx-lm, or of transformers.
         messages: the chat, which is not changed.
-        options: arguments of ``apply_chat_template`` and of the template.
+        options: arguments of ``apply_chat_template`` and of the template. Functions of `tools`
+            without parameters get empty ones.
 
     Raises:
         TemplateTooLongError: the template takes more steps or time than this chat allows.
         Exception: whatever the template raises.
     """
     own = reserved_names() - {"tools"}
+    if options.get("tools"):
+        options = options | {"tools": completed(options["tools"])}
     given = {name: value for name, value in options.items() if name not in own}
     divider = Divider(tokenizer, [*messages, given])
     messages = divider.messages(messages)

@@ -20,7 +20,7 @@ from mlx_paged.protocol.long_work import may_take_long
 from mlx_paged.protocol.model_traits import ModelTraits
 from mlx_paged.protocol.request_body import ContextExceeded
 from mlx_paged.protocol.turn_ends import turn_ends
-from mlx_paged.protocol.turns import completed, merged
+from mlx_paged.protocol.turns import merged
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.images import has_image, in_parts
 
@@ -204,7 +204,7 @@ def _render(
 ) -> str:
     messages = model.format.history(messages, bool(tools))
     messages = in_parts(messages) if model.abilities.only_parts else messages
-    tools = model.format.declared(completed(tools)) if tools else None
+    tools = model.format.declared(tools) if tools else None
     return rendered(model.tokenizer, messages, **options | {"tools": tools})
 
 

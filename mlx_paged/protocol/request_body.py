@@ -208,11 +208,7 @@ def _adapt_tools(fields: Fields) -> None:
     for i, tool in enumerate(fields.get("tools", ())):
         kind = tool.get("type", "function")
         require(kind == "function", f"tools[{i}].type", "function", kind)
-        function = _function(tool, f"tools[{i}]")
-        schema = function.get("parameters") or {"type": "object"}
-        if isinstance(schema, dict) and schema.get("type") == "object":  # templates read properties
-            filled = function | {"parameters": {"properties": {}} | schema}
-            fields["tools"][i] = tool | {"function": filled}
+        _function(tool, f"tools[{i}]")
     if choice == "none":
         fields["tools"] = []
     fields["tool_name"] = named_tool(choice)

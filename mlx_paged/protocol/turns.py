@@ -1,4 +1,4 @@
-"""Changes a chat and its tools where the chat template would fail. Imports no mlx."""
+"""Changes a chat where the chat template would fail. Imports no mlx."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,8 +7,6 @@ from mlx_paged.protocol.images import joined
 
 JOINED = ("user", "assistant")
 """Roles whose turns in a row may become one."""
-
-NO_PARAMETERS: Fields = {"type": "object", "properties": {}}
 
 
 def merged(messages: Sequence[Fields], roles: Collection[str]) -> list[Fields]:
@@ -32,17 +30,3 @@ def _one(first: Fields, second: Fields) -> Fields:
             whole[name] = joined(*given) if len(given) > 1 else given[0]
     calls = [call for turn in (first, second) for call in turn.get("tool_calls") or ()]
     return whole | ({"tool_calls": calls} if calls else {})
-
-
-def completed(tools: Sequence[Fields]) -> list[Fields]:
-    """Tools as a chat template reads them: each has `parameters` with `properties`."""
-    return [tool | {"function": _completed(tool["function"])} for tool in tools]
-
-
-def _completed(function: Fields) -> Fields:
-    schema = function.get("parameters")
-    if schema is None or schema == {}:
-        return function | {"parameters": NO_PARAMETERS}
-    if not isinstance(schema, dict) or schema.get("properties") is not None:
-        return function
-    return function | {"parameters": schema | {"properties": {}}}

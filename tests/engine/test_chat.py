@@ -221,3 +221,12 @@ def test_a_model_without_a_template_is_refused():
         engine.chat(ASK)
     with pytest.raises(ValueError, match="expected one chat"):
         engine.stream_chat([ASK, ASK])
+
+
+def test_templates_read_properties_of_a_tool_without_parameters(monkeypatch):
+    reads = "{% for t in tools or [] %}{{ t.function.parameters.properties | length }}{% endfor %}"
+    engine = made(reads + TEMPLATE, 64)
+    prompts = recorded(engine, monkeypatch)
+    engine.chat(ASK, max_tokens=1, tools=[{"type": "function", "function": {"name": "f"}}])
+    (text,) = prompts
+    assert text.startswith("0<|system|>")

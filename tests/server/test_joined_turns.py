@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_paged.protocol.turns import completed, merged
+from mlx_paged.protocol.turns import merged
 from tests.support.commands.server_harness import demo, live, only_model, post
 
 LINES = (
@@ -102,27 +102,6 @@ def test_a_turn_keeps_what_both_have():
     assert assistant["reasoning_content"] == "x" and not assistant["content"]
     assert results == chat[4:]
     assert merged(chat, ()) == chat
-
-
-EMPTY = {"type": "object", "properties": {}}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, EMPTY),
-        ({"parameters": None}, EMPTY),
-        ({"parameters": {}}, EMPTY),
-        ({"parameters": {"type": "object"}}, EMPTY),
-        ({"parameters": {"type": "object", "properties": None}}, EMPTY),
-        ({"parameters": {"properties": {"a": {}}}}, {"properties": {"a": {}}}),
-        ({"parameters": {"$ref": "#/x"}}, {"$ref": "#/x", "properties": {}}),
-    ],
-    ids=str,
-)
-def test_tools_have_parameters_with_properties(given, expected):
-    (tool,) = completed([{"type": "function", "function": {"name": "f"} | given}])
-    assert tool["function"]["parameters"] == expected
 
 
 @pytest.fixture(scope="module")
