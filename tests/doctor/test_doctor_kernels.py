@@ -230,6 +230,7 @@ class TestEveryKind:
         assert {variant.kind for variant in OF_EACH_KIND} == {*KINDS}
         assert {variant.option for variant in OF_EACH_KIND} == {*OPTIONS}
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("planted", ["rounding", "tables"])
     def test_of_attention(self, planted, monkeypatch):
         """An error of three tolerances, and another sequence's blocks."""

@@ -73,7 +73,7 @@ def test_one_pass(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(problem, out)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @every_order
 @pytest.mark.parametrize("case", TWO_PASS, ids=str)
 def test_two_pass(case: Case, mode: Mode, seed: int | None) -> None:

@@ -50,7 +50,7 @@ def test_the_document_compares_the_rows_that_it_has() -> None:
     assert with_ours(text, []) == text
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("shared", [False, True], ids=["chunks", "shared keys"])
 @pytest.mark.parametrize("dtype", chunks.DTYPES)
 @pytest.mark.parametrize("head_dim", chunks.HEAD_DIMS)
@@ -89,6 +89,7 @@ def registers(dtype: mx.Dtype, head_dim: int) -> int:
     return code.registers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bfloat16_takes_few_more_registers_than_float16(head_dim: int) -> None:
     """It has no conversion of its own: a compiler may keep all queries as floats."""

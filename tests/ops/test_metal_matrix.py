@@ -299,7 +299,7 @@ class TestNonfinite:
             want = case.expected()[0]
         assert_same(run(metal, case), want, 2 * TOLERANCE[dtype])
 
-    @pytest.mark.sampled(12)
+    @pytest.mark.sampled(30)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize("before", [0, 600], ids=["whole", "split"])
     @pytest.mark.parametrize("dims", [40, 64, 128, 256, (24, 72)], ids=str)
@@ -321,7 +321,7 @@ class TestNonfinite:
         assert {*np.isfinite(want).all(axis=(0, 1, 2))} == {True, False}
         assert_same(run(any_metal, case), want, 2 * TOLERANCE[dtype])
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_latents_that_some_rows_of_a_tile_see(self, any_metal, value):
         """A latent is a key and a value."""

@@ -80,7 +80,7 @@ def few(contexts: list[int], **sizes: Any) -> Case:
 
 
 class TestTrees:
-    @pytest.mark.sampled(13)
+    @pytest.mark.sampled(20)
     @pytest.mark.parametrize("seed", range(40))
     def test_random_ones(self, seed):
         """Of sequences in any order, and some rows of padding."""
@@ -161,6 +161,7 @@ class TestTrees:
         assert len(set(prefixes[1].tolist())) > 2
         assert_matches_float64(metal, case, prefixes)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("kv_bits", [8, 4])
     def test_quantized_pools(self, metal, kv_bits):
         case, expected = quantized_case(
@@ -222,6 +223,7 @@ class TestWhatIsRead:
         ],
         ids=["order", "lengths", "all"],
     )
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("mode", [Mode.FAST, Mode.UBSAN], ids=str)
     def test_numbers_out_of_range_read_nothing_outside(self, prefixes, mode):
         metal = MetalRunner(mode, 3)

@@ -66,6 +66,7 @@ def test_a_threadgroup_waits_after_its_queries_and_before_it_merges(group, dim):
     assert stats.threadgroup_bytes == queries + max(weights, outputs) + sums + no_scales
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("group", "head_dim", "most"), [(4, 128, 96), (1, 128, 32), (4, 64, 48), (2, 256, 170)]
 )

@@ -299,7 +299,7 @@ def test_a_tool_that_must_be_called_goes_before_a_schema(server, path, stream, n
                 validate(json.loads(call["arguments"]), SCHEMA)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("path", "stream"), CASES)
 def test_a_call_or_an_answer_follows_a_thought(server, path, stream, monkeypatch):
     """A thought here ends with its line."""

@@ -81,12 +81,20 @@ def hadamard(x: np.ndarray) -> Any:
     parts, first = [], 0
     while first < x.shape[-1]:
         count = 1 << ((x.shape[-1] - first).bit_length() - 1)
-        matrix = np.ones((1, 1))
-        while len(matrix) < count:
-            matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-        parts.append(x[..., first : first + count] @ (matrix / np.sqrt(count)))
+        # The matrix of count elements is the Kronecker product of two smaller ones.
+        rows = 1 << (count.bit_length() - 1) // 2
+        part = x[..., first : first + count].reshape(*x.shape[:-1], rows, count // rows)
+        product = _hadamard_matrix(rows) @ part @ _hadamard_matrix(count // rows)
+        parts.append(product.reshape(*x.shape[:-1], count) / np.sqrt(count))
         first += count
     return np.concatenate(parts, axis=-1)
+
+
+def _hadamard_matrix(size: int) -> np.ndarray:
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
 
 
 def rounded_in_rotation(x: np.ndarray, bits: int) -> Any:
