@@ -13,9 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.runner.model_runner import ModelRunner
 from tests.gpu_order.model.backend import Backend, Report
 from tests.gpu_order.model.knockouts import FIXES, Change
 from tests.gpu_order.model.lives import KINDS, lives_of
@@ -51,7 +54,14 @@ def run_schedule(seed: int, index: int, change: Change | None = None) -> Outcome
     tracer = Tracer(sink)
     is_patched = kind == "patched batches" or (kind == "caches" and rng.random() < 0.5)
     patched = patched_mlx_lm(block_size=2) if is_patched else nullcontext()
-    with tracer.installed(FEW_QUERIES), patched:
+    let_go = ModelRunner._let_go
+
+    def counted(runner: ModelRunner, *args: Any) -> None:
+        tracer.counts["held_back"] += 1
+        let_go(runner, *args)
+
+    goes_on = mock.patch.object(ModelRunner, "_let_go", counted)
+    with tracer.installed(FEW_QUERIES), patched, goes_on:
         lives = list(lives_of(kind, seed, index))
         while working := [life for life in lives if life.has_work]:
             rng.choice(working).turn()

@@ -24,7 +24,7 @@ def test_nothing_is_unordered_in_random_schedules(capsys):
     counts = json.loads(capsys.readouterr().out)
     assert counts["hazards"] == 0 and counts["schedules"] == SAMPLE
     seen = ("PagedAttention", "PoolRead", "WriteKV", "CopyBlocks", "preemptions", "forks", "beams")
-    seen += ("aborts", "cached_tokens", "samples", "faults", *KINDS)
+    seen += ("aborts", "cached_tokens", "samples", "faults", "held_back", *KINDS)
     assert not [name for name in seen if not counts.get(name)], "something never happened"
 
 
