@@ -28,6 +28,7 @@ def test_a_thought_is_left_out_after_the_next_question():
     assert first.known == 0 and tokenizer.decode(first.answer).startswith("<think>")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["lfm2", "nemotron_h"])
 def test_recurrent_layers_reuse_what_attention_does(model, capsys, monkeypatch):
     monkeypatch.setattr(agent_trace, "make_trace", lambda: make_trace()[:6])
