@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from mlx_paged.vision.images import is_image, of_data_url, parts_of
+from mlx_paged.vision.images import has_image, is_image, of_data_url, parts_of
 
 Part = dict[str, Any]
 
-LEFT_OUT = "[An image is left out: results of tools are shown to the model as text.]"
+LEFT_OUT = "[An image is left out: the model is shown the texts of this result.]"
 
 
 def image_part(part: Part, name: str) -> Part:
@@ -29,11 +29,30 @@ def as_data_url(block: Part) -> Part:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def told(content: Any) -> Any:
-    """The content of a tool's result with a sentence in the place of each image."""
-    if not isinstance(content, list):
+def of_result(content: Any) -> Any:
+    """The content of a tool's result, with a sentence in the place of each image that cannot be
+    read: the client did not choose the image."""
+    return [*map(_of_result, content)] if has_image(content) else content
+
+
+def _of_result(part: Any) -> Any:
+    if not is_image(part):
+        return part
+    try:
+        return image_part(as_data_url(part) if "source" in part else part, "content")
+    except ValueError:
+        return {"type": "text", "text": LEFT_OUT}
+
+
+def told(messages: list[Part]) -> list[Part]:
+    """The messages with a sentence in the place of each image in a tool's result."""
+    return [m | {"content": _told(m["content"])} if m["role"] == "tool" else m for m in messages]
+
+
+def _told(content: Any) -> Any:
+    if not has_image(content):
         return content
-    return [{"type": "text", "text": LEFT_OUT} if is_image(part) else part for part in content]
+    return "".join(LEFT_OUT if is_image(part) else part.get("text") or "" for part in content)
 
 
 def joined(first: Any, second: Any) -> Any:

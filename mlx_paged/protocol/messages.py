@@ -7,10 +7,10 @@ from typing import Any
 from mlx_paged.protocol.constraints import require
 from mlx_paged.protocol.deltas import Delta, Part
 from mlx_paged.protocol.fields import OWN, Fields
-from mlx_paged.protocol.images import as_data_url, joined, told
+from mlx_paged.protocol.images import as_data_url, joined, of_result
 from mlx_paged.protocol.json_text import written
 from mlx_paged.protocol.request_body import ContextExceeded, Refusal
-from mlx_paged.vision.images import has_image
+from mlx_paged.vision.images import has_image, is_image
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 NAMES = {"reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens"}
@@ -186,9 +186,7 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
-            failed = "Error: " if block.get("is_error") else ""
-            answers = block.get("tool_use_id")
-            result = failed + text_of(_read_documents(told(block.get("content")), name), name)
+            answers, result = block.get("tool_use_id"), _result(block, name)
             require(isinstance(answers, str), f"{name}.tool_use_id", "the id of a call", answers)
             yield {"role": "tool", "tool_call_id": answers, "content": result}
         elif kind == "tool_use" and role == "assistant":
@@ -204,6 +202,19 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
         more = thoughts | ({"tool_calls": calls} if calls else {})
         text = "".join(part.get("text", "") for part in parts)
         yield {"role": role, "content": parts if has_image(parts) else text} | more
+
+
+def _result(block: dict[str, Any], name: str) -> str | list[Fields]:
+    """The content of a tool's result; a text if it has no images."""
+    failed = "Error: " if block.get("is_error") else ""
+    content = _read_documents(of_result(block.get("content")), name)
+    if not has_image(content):
+        return failed + text_of(content, name)
+    parts = [
+        part if is_image(part) else {"type": "text", "text": text_of([part], name)}
+        for part in content
+    ]
+    return [{"type": "text", "text": failed}, *parts] if failed else parts
 
 
 def _read_documents(content: Any, name: str) -> Any:

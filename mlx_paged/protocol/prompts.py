@@ -48,6 +48,8 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
     try:
         if "messages" not in fields:
             return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
+        if not (model.eyes and model.abilities.shows_results):
+            fields = fields | {"messages": images.told(fields["messages"])}
         given, sees = images.taken(fields["messages"]), model.eyes and tokenizer.has_chat_template
         require(not given or sees, "messages", "text only: this model sees no images", "one")
         if not tokenizer.has_chat_template:

@@ -26,10 +26,10 @@ from mlx_paged.protocol.fields import (
     is_list,
     named_tool,
 )
-from mlx_paged.protocol.images import image_part, joined
+from mlx_paged.protocol.images import image_part, joined, of_result
 from mlx_paged.protocol.json_text import check_fields
 from mlx_paged.sampling_params import CompilerBusy
-from mlx_paged.vision.images import is_image, parts_of
+from mlx_paged.vision.images import has_image, is_image, parts_of
 
 
 class Refusal(Exception):
@@ -233,9 +233,11 @@ def _check_messages(messages: list[Fields], roles: set[str]) -> None:
             _tell_refusal(message, name)
         has_content = "content" in message or role == "assistant"
         require(has_content, f"{name}.content", "text", "nothing")
+        if role == "tool" and has_image(message.get("content")):
+            message["content"] = of_result(message["content"])
         parts = parts_of(message.get("content"))
         for j, part in enumerate(parts):
-            if role == "user" and is_image(part):
+            if role in ("user", "tool") and is_image(part):
                 parts[j] = image_part(part, f"{name}.content[{j}]")
                 continue
             is_text = isinstance(part, dict) and part.get("type") == "text"

@@ -10,7 +10,7 @@ from mlx_paged.protocol import client_tools
 from mlx_paged.protocol.constraints import require, require_json
 from mlx_paged.protocol.deltas import Delta
 from mlx_paged.protocol.fields import OWN, Fields, is_list
-from mlx_paged.protocol.images import Part, image_part, told
+from mlx_paged.protocol.images import Part, image_part, of_result
 from mlx_paged.protocol.json_text import written
 from mlx_paged.protocol.messages import event, folded, objects, text_of
 from mlx_paged.protocol.request_body import Refusal
@@ -136,6 +136,13 @@ def _text(content: Any, name: str) -> str:
     return text_of(given, name)
 
 
+def _content(content: Any, name: str) -> str | list[Part]:
+    """A content that may have images; a text if there are none."""
+    if not has_image(content):
+        return _text(content, name)
+    return [_seen(part, name) for part in content]
+
+
 def _seen(part: Any, name: str) -> Part:
     """A part of a message with images."""
     return (
@@ -177,7 +184,7 @@ def _result(item: dict[str, Any], name: str) -> dict[str, Any]:
     if item["type"] == "apply_patch_call_output" and output is None:
         output = item.get("status")
     require(isinstance(answers, str), f"{name}.call_id", "the id of a call", answers)
-    result = _text(told(output), f"{name}.output")
+    result = _content(of_result(output), f"{name}.output")
     return {"role": "tool", "tool_call_id": answers, "content": result}
 
 
@@ -212,10 +219,7 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             roles = {"user": "user", "system": "system", "developer": "system"}
             require(str(role) in roles, f"{name}.role", f"assistant, {', '.join(roles)}", role)
             content, name = item.get("content"), f"{name}.content"
-            if role == "user" and has_image(content):
-                content = [_seen(part, name) for part in content]
-            else:
-                content = _text(content, name)
+            content = _content(content, name) if role == "user" else _text(content, name)
             yield {"role": roles[str(role)], "content": content}
     if said:
         yield empty | said

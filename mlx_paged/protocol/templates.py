@@ -12,6 +12,14 @@ from mlx_paged.vision.images import knows_only_parts
 ASK = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Hello."}
 
+FUNCTION = {"name": "f", "arguments": {}}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "1", "type": "function", "function": FUNCTION}],
+}
+BESIDE = "xq7w", "w7qx"  # texts around an image, which no template has
+
 
 class Abilities(NamedTuple):
     """What prompts of a template can be asked for."""
@@ -21,6 +29,7 @@ class Abilities(NamedTuple):
     tools_problem: str | None = "the model has no chat template"  # None: tools can be used
     only_parts: bool = False  # whether it loses a text that is not a part of a list
     joins: tuple[str, ...] = ()  # roles of which it takes no two turns in a row
+    shows_results: bool = False  # whether it shows images in results of tools as those of users
 
 
 def tried(tokenizer: TokenizerWrapper) -> Abilities:
@@ -39,6 +48,7 @@ def tried(tokenizer: TokenizerWrapper) -> Abilities:
         _reacts(tokenizer, "reasoning_effort", "low", "high"),
         only_parts=knows_only_parts(tokenizer),
         joins=tuple(role for role in JOINED if _takes_one(tokenizer, role)),
+        shows_results=_shows_results(tokenizer),
     )
 
 
@@ -54,6 +64,21 @@ def _takes_one(tokenizer: TokenizerWrapper, role: str) -> bool:
     return _renders(tokenizer, *before, turn, *behind) and not _renders(
         tokenizer, *before, turn, turn, *behind
     )
+
+
+def _shows_results(tokenizer: TokenizerWrapper) -> bool:
+    """Whether the place of an image in a tool's result is that of an image in a user's turn."""
+    texts = [{"type": "text", "text": text} for text in BESIDE]
+    parts = [texts[0], {"type": "image"}, texts[1]]
+    try:
+        asked = _render(tokenizer, {"role": "user", "content": parts})
+        result = {"role": "tool", "tool_call_id": "1", "content": parts}
+        told = _render(tokenizer, ASK, CALL, result)
+    except Exception:  # a template can raise anything
+        return False
+    first, last = BESIDE
+    place = asked.partition(first)[2].partition(last)[0]
+    return bool(place.strip()) and f"{first}{place}{last}" in told
 
 
 def _renders(tokenizer: TokenizerWrapper, *turns: dict[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_paged.protocol import messages, responses
-from mlx_paged.protocol.images import LEFT_OUT
+from mlx_paged.protocol.images import LEFT_OUT, told
 
 USER = {"role": "user", "content": "a"}
 PNG = "data:image/png;base64,iVBORw0KGgo="
@@ -16,7 +16,7 @@ def test_custom_and_shell_calls_are_calls():
         {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** a\n\t"},
         {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
         {"type": "local_shell_call", "call_id": "d", "action": action, "status": "completed"},
-        {"type": "local_shell_call_output", "call_id": "d", "output": "x"},
+        {"type": "local_shell_call_output", "id": "d", "output": "x"},
     ]
     chat = responses.as_chat({"input": items})["messages"]
     assert [turn["role"] for turn in chat] == ["user", "assistant", "tool", "assistant", "tool"]
@@ -39,15 +39,16 @@ def test_other_items_are_passed_over_by_name(kind):
         responses.as_chat({"input": [{"type": kind}]})
 
 
-@pytest.mark.parametrize("url", [PNG, "https://example.org/a.png"])
-def test_a_picture_in_a_result_becomes_a_sentence(url):
+@pytest.mark.parametrize("url", [PNG, "https://example.org/a.png", "data:image/png;base64,*", 7])
+def test_a_picture_in_a_result_becomes_a_sentence_for_a_blind_model(url):
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     parts = [{"type": "input_text", "text": "seen: "}, {"type": "input_image", "image_url": url}]
     result = {"type": "function_call_output", "call_id": "c", "output": parts}
     chat = responses.as_chat({"input": [USER, call, result]})["messages"]
-    assert chat[2]["content"] == f"seen: {LEFT_OUT}"
+    assert told(chat)[2]["content"] == f"seen: {LEFT_OUT}"
     image = {"type": "image", "source": {"type": "url", "url": url}}
-    block = {"type": "tool_result", "tool_use_id": "c", "content": [image]}
+    block = {"type": "tool_result", "tool_use_id": "c", "content": [image], "is_error": True}
     use = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f"}]}
     body = {"max_tokens": 1, "messages": [USER, use, {"role": "user", "content": [block]}]}
-    assert messages.as_chat(body, False)["messages"][2]["content"] == LEFT_OUT
+    chat = messages.as_chat(body, False)["messages"]
+    assert told(chat)[2]["content"] == f"Error: {LEFT_OUT}"

@@ -15,6 +15,7 @@ from mlx_vlm import load, stream_generate
 from PIL import Image
 
 from mlx_paged.generate.__main__ import main
+from mlx_paged.protocol.images import LEFT_OUT
 from mlx_paged.server import loaded_model
 from mlx_paged.server.app import NUM_DECODERS, NUM_THREADS
 from mlx_paged.vision.prompts import Eyes
@@ -107,6 +108,61 @@ def test_responses_take_images(server, alone):
         model=MODEL, input=asked, max_output_tokens=16, temperature=0
     )
     assert done.output_text.startswith(alone(TEXT, tiny.png(5)))
+
+
+def seen_in_a_result(server, api, image):
+    """The answer to a chat whose last turn is a tool's result of a text and an image."""
+    link = f"data:image/png;base64,{encoded(image)}"
+    if api == "chat":
+        function = {"name": "f", "arguments": "{}"}
+        calls = [{"id": "1", "type": "function", "function": function}]
+        content = [said("saw "), {"type": "image_url", "image_url": {"url": link}}]
+        chat = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "1", "content": content},
+        ]
+        body = {"messages": chat, "max_tokens": 8, "temperature": 0}
+        return post(server, body, "/v1/chat/completions")[2]["choices"][0]["message"]["content"]
+    if api == "messages":
+        source = {"type": "base64", "media_type": "image/png", "data": encoded(image)}
+        content = [said("saw "), {"type": "image", "source": source}]
+        chat = [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "1", "content": content}],
+            },
+        ]
+        body = {"messages": chat, "max_tokens": 8, "temperature": 0}
+        return post(server, body, "/v1/messages")[2]["content"][0]["text"]
+    output = [{"type": "input_text", "text": "saw "}, {"type": "input_image", "image_url": link}]
+    items = [
+        {"role": "user", "content": "go"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": output},
+    ]
+    body = {"input": items, "max_output_tokens": 8, "temperature": 0}
+    return post(server, body, "/v1/responses")[2]["output"][0]["content"][0]["text"]
+
+
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_a_picture_in_a_result_is_seen(server, alone, api):
+    text = f"user:go\nassistant:\ntool:saw {tiny.PLACE}\nassistant:"
+    assert seen_in_a_result(server, api, tiny.png(6)) == alone(text, tiny.png(6))
+
+
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+def test_a_template_that_shows_no_picture_of_a_result_gets_a_sentence(tmp_path, api):
+    blind = tiny.TEMPLATE.replace(
+        "part.type == 'image'", "part.type == 'image' and m.role == 'user'"
+    )
+    text = f"user:go\nassistant:\ntool:saw {LEFT_OUT}\nassistant:"
+    with live("--model", str(tiny.make(tmp_path / "m", blind)), "--vision") as own:
+        raw = {"prompt": text, "max_tokens": 8, "temperature": 0}
+        expected = post(own, raw)[2]["choices"][0]["text"]
+        assert seen_in_a_result(own, api, tiny.png(6)).lstrip() == expected.lstrip()
 
 
 BROKEN = tiny.png(1)[:80]
