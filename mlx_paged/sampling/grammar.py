@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -27,6 +28,11 @@ MAX_SECONDS = 10.0  # for one source that has passed its trial
 MAX_LATE = 2  # so many sources may take longer before no other one is compiled
 MAX_PASSED = 1 << 16  # sources that have passed a trial and are remembered
 MAX_COMPILED = 256  # compiled sources that are kept, the latest ones
+MAX_KEPT = 1 << 29  # bytes that all of these may have, as `Compiled.size` estimates
+MAX_STATES = 1 << 16  # of the lexer of a compiled source
+SOURCE_BYTES = 250  # that a byte of a source becomes at most
+TOKEN_BYTES = 20_000  # of the states that a token needs at most
+STATES_BYTES = 40 << 20  # of MAX_STATES
 MAX_FORCED = 1024  # tokens that are looked for at once after a token
 SPECIAL = b"\xff"  # what llguidance begins the name of a special token with; no text has it
 
@@ -37,6 +43,29 @@ atexit.register(TRIALS.close)
 Matcher = Any  # llguidance's LLMatcher
 
 
+@dataclass(slots=True)
+class Compiled:
+    """A compiled source. The states of its requests share what llguidance finds out about it, which
+    only grows.
+
+    Attributes:
+        matcher: before its first token.
+        num_bytes: of the source.
+        num_tokens: that requests have followed.
+        is_spent: llguidance has reached a limit, so that no request can follow it any more.
+    """
+
+    matcher: Matcher
+    num_bytes: int
+    num_tokens: int = 0
+    is_spent: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that it may hold, an upper estimate."""
+        return SOURCE_BYTES * self.num_bytes + min(TOKEN_BYTES * self.num_tokens, STATES_BYTES)
+
+
 class GrammarState:
     """The grammar of one request, after the tokens that it has.
 
@@ -45,7 +74,8 @@ class GrammarState:
     depend on whether the model computes these tokens one by one or all at once.
 
     Args:
-        matcher: after `position` tokens of the request; it belongs to the state from now on.
+        compiled: the source of the request.
+        position: tokens of the request that do not follow the source.
         tokens: llguidance's tokenizer. Its end-of-sequence token follows when the grammar allows no
             other token.
         num_usable: the model takes ids below it; None: all.
@@ -58,9 +88,10 @@ class GrammarState:
     """
 
     def __init__(
-        self, matcher: Matcher, position: int, tokens: Any, num_usable: int | None = None
+        self, compiled: Compiled, position: int, tokens: Any, num_usable: int | None = None
     ) -> None:
-        self.matcher = matcher
+        self.matcher = compiled.matcher.deep_copy()
+        self._compiled = compiled
         self.vocab_size: int = tokens.vocab_size
         self.forced: list[int] = []
         self._position = position
@@ -91,6 +122,7 @@ class GrammarState:
                 is_allowed = self.forced[0] == token
             else:
                 is_allowed = self.matcher.consume_token(token)
+            self._compiled.num_tokens += 1
             if not is_allowed:  # the position stays, so that later calls raise, too
                 reason = "" if self.forced else f": {_line(self.matcher.get_error())}"
                 raise ValueError(
@@ -102,6 +134,11 @@ class GrammarState:
             else:
                 self._find_forced()
                 self._require_present()
+
+    def spend(self) -> None:
+        """Note that the matcher has failed. Later requests follow the source compiled anew, since a
+        limit that this one has reached would end them, too."""
+        self._compiled.is_spent = True
 
     def _require_present(self) -> None:
         if self._absent is not None:
@@ -166,6 +203,7 @@ def masks_of(
                 state.follow(each.tokens)
         except ValueError as error:
             if not each.drafts:  # else the model chooses another token than the draft
+                state.spend()
                 errors[each.row] = error.with_traceback(None)
             continue
         # If the request is ahead, the engine has appended forced tokens already.
@@ -179,6 +217,7 @@ def masks_of(
         _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
     for matcher, index in waiting:
         if matcher.is_error() and not rows[index].drafts:
+            rows[index].state.spend()
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
             errors[rows[index].row] = ValueError(reason)
     if words > known:  # the logits are wider
@@ -212,7 +251,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._num_usable = num_usable
         self._lock = threading.Lock()  # one source at a time: others keep their processors
-        self._compiled: dict[tuple[str, str], Matcher | ValueError] = {}  # oldest first
+        self._compiled: dict[tuple[str, str], Compiled | ValueError] = {}  # oldest first
         self._passed = set[bytes]()  # digests of sources that took little in a process apart
         self._tokens: Any = None
         self._late: list[threading.Thread] = []  # that compile for too long
@@ -228,38 +267,53 @@ class Grammars:
         """
         if params.constraint is None:
             return None
-        matcher = self.compile(params)
-        return GrammarState(matcher.deep_copy(), position, self._tokens, self._num_usable)
+        return GrammarState(self.compile(params), position, self._tokens, self._num_usable)
 
-    def compile(self, params: SamplingParams) -> Matcher:
-        """A matcher before its first token. Raises ValueError as :meth:`start`."""
+    def compile(self, params: SamplingParams) -> Compiled:
+        """The compiled source of `params`. Raises ValueError as :meth:`start`."""
         assert params.constraint is not None
         kind, source = params.constraint
         require_text("SamplingParams", kind, source)
         if (size := len(source.encode())) > MAX_BYTES:
             most = f"expected at most {MAX_BYTES}"
             raise ValueError(f"[SamplingParams] {kind} has {size} bytes: {most}")
-        found = self._compiled.get((kind, source))  # no lock: another source may take seconds
+        found = self._known(kind, source)  # no lock: another source may take seconds
         if found is None:
             refusal = self._tried(kind, source)
             with self._lock:
-                found = self._compiled.get((kind, source))
+                found = self._known(kind, source)
                 if found is None:
                     try:
-                        found = refusal or self._compile(kind, source)
+                        found = refusal or Compiled(self._compile(kind, source), size)
                     except ValueError as error:
                         found = error.with_traceback(None)
-                    self._compiled[kind, source] = found
-                if len(self._compiled) > MAX_COMPILED:
-                    del self._compiled[next(iter(self._compiled))]
+                    self._keep((kind, source), found)
         if isinstance(found, ValueError):
             raise ValueError(str(found))
         return found
 
+    def _known(self, kind: str, source: str) -> Compiled | ValueError | None:
+        found = self._compiled.get((kind, source))
+        return None if isinstance(found, Compiled) and found.is_spent else found
+
+    def _keep(self, key: tuple[str, str], new: Compiled | ValueError) -> None:
+        """Keep a source as the latest one, and let go of the oldest ones beyond the limits. Those
+        that requests follow stay in memory until these have ended."""
+        self._compiled.pop(key, None)
+        self._compiled[key] = new
+        sizes = [each.size if isinstance(each, Compiled) else 0 for each in self._compiled.values()]
+        total = sum(sizes)
+        for size, old in zip(sizes, list(self._compiled), strict=True):
+            if old == key or (total <= MAX_KEPT and len(self._compiled) <= MAX_COMPILED):
+                break
+            total -= size
+            del self._compiled[old]
+
     def knows(self, params: SamplingParams) -> bool:
         """Whether :meth:`compile` returns a matcher at once."""
-        found = params.constraint and self._compiled.get(params.constraint)
-        return found is not None and not isinstance(found, ValueError)
+        return params.constraint is not None and isinstance(
+            self._known(*params.constraint), Compiled
+        )
 
     def _tried(self, kind: str, source: str) -> ValueError | None:
         """Why a source is refused that takes too much in a process apart; None if it does not, or
@@ -287,7 +341,7 @@ class Grammars:
         self._read_tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
         try:
             if kind == "json_schema":
                 grammar = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)

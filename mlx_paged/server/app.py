@@ -24,7 +24,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.protocol import json_text, messages, request_body, responses
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.protocol.request_body import Refusal, refusing
-from mlx_paged.server import bodies, keys, workers
+from mlx_paged.server import bodies, heap, keys, workers
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
 from mlx_paged.server.held_bytes import PART_BYTES, HeldBytes, Share, send_in_pieces, share_of
@@ -140,7 +140,8 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     state.workers |= {"grammars": state.compiles, "images": state.images}
     state.workers |= {"log-probabilities": state.describers}
     state.probes = Probes(state.workers, partial(_engine_probes, state.models))
-    tasks = [loop.create_task(run()) for run in (state.models.unload_idle, state.probes.run)]
+    kept_on = state.models.unload_idle, state.probes.run, heap.keep_trimmed
+    tasks = [loop.create_task(run()) for run in kept_on]
     yield
     for task in tasks:
         task.cancel()

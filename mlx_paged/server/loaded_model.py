@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import ctypes
 import gc
 import logging
 import time
@@ -24,6 +23,7 @@ from mlx_paged.outputs import describe
 from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
 from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.runner.ranks import joined
+from mlx_paged.server import heap
 from mlx_paged.server.flags import engine_options
 
 T = TypeVar("T")
@@ -158,5 +158,4 @@ def give_back() -> None:
     """Give freed memory back to the system."""
     gc.collect()
     mx.clear_cache()
-    with suppress(AttributeError, OSError):  # another C library does so by itself
-        ctypes.CDLL(None).malloc_trim(0)
+    heap.trim()

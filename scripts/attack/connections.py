@@ -25,7 +25,10 @@ server must end by itself."""
 def is_ended(wire: socket.socket) -> bool:
     """Whether the other process has closed a connection over loopback. Linux may still hold bytes
     for a client that does not read; no process owns them then."""
-    (_, ours), (_, theirs) = wire.getsockname(), wire.getpeername()
+    try:
+        (_, ours), (_, theirs) = wire.getsockname(), wire.getpeername()
+    except OSError:  # a reset has come
+        return True
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         ports = [int(address.rpartition(":")[2], 16) for address in fields[1:3]]

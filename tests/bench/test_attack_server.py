@@ -107,6 +107,14 @@ class TestAnswers:
             theirs.close()
             assert connections.is_ended(ours)
 
+    def test_a_connection_that_the_server_resets_is_ended(self):
+        with connected_pair() as (ours, theirs):
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, connections.RESET)
+            theirs.close()
+            with contextlib.suppress(ConnectionResetError):
+                ours.recv(1)
+            assert connections.is_ended(ours)
+
 
 @contextmanager
 def connected_pair() -> Iterator[tuple[socket.socket, socket.socket]]:
