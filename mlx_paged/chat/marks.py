@@ -166,6 +166,7 @@ class Divider:
     def __init__(self, tokenizer: Any, values: Sequence[Any]) -> None:
         self.names = names_of(tokenizer)
         self.mark = spare(list(_texts(values)))
+        self._known: dict[str, str] = {}
         start, end = (getattr(tokenizer, f"think_{each}", None) for each in ("start", "end"))
         self._thought = (start, end) if start and end else None
 
@@ -184,8 +185,11 @@ class Divider:
 
     def text(self, text: str) -> str:
         """A text with divided names; also where it may become a part of a name."""
-        divided = self.names.begun.sub(lambda found: found[1] + self.mark, text)
-        return self._divided_end(self._divided_start(divided))
+        known = self._known.get(text)  # names of fields and roles come again and again
+        if known is None:
+            divided = self.names.begun.sub(lambda found: found[1] + self.mark, text)
+            known = self._known[text] = self._divided_end(self._divided_start(divided))
+        return known
 
     def _divided_start(self, text: str) -> str:
         """Divide the end of a name that `text` begins with."""

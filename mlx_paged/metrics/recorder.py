@@ -50,8 +50,10 @@ class GcPauses:
     def _note(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._started = self.clock()
-        elif self._started is not None:
-            pause, self._started = self.clock() - self._started, None
+            return
+        started, self._started = self._started, None  # another thread may begin to watch meanwhile
+        if started is not None:
+            pause = self.clock() - started
             if threading.get_ident() == self._thread:
                 self.seconds += pause
             else:

@@ -72,6 +72,9 @@ RANGES["repetition_penalty"] = (0, 100)
 that keeps logits within float32."""
 
 MAX_SAMPLES = 16  # completions of a request, unless a flag says otherwise
+MAX_STOPS = 256  # stop strings of a request; each is looked for after each token
+MAX_STOP = 1 << 14  # characters of all of them
+MAX_ROLES = 100  # that a request may map
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
 AS_MANY_AS_FIT = -1
@@ -99,6 +102,23 @@ def is_list(kind: type, value: object) -> bool:
     return all(set(map(type, part)) <= {kind} for part in parts)
 
 
+def is_stop(value: object) -> bool:
+    """Whether `value` is a stop string or a list of stop strings, within the limits."""
+    texts = [value] if isinstance(value, str) else value
+    if not (isinstance(texts, list) and len(texts) <= MAX_STOPS and is_list(str, texts)):
+        return False
+    return all(texts) and sum(map(len, texts)) <= MAX_STOP
+
+
+def is_mapping(value: object) -> bool:
+    """Whether `value` gives texts for a few roles."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= MAX_ROLES
+        and all(isinstance(each, str) for each in value.values())
+    )
+
+
 def named_tool(choice: Any) -> str | None:
     """The function that a `tool_choice` names."""
     function = choice.get("function") if isinstance(choice, dict) else None
@@ -120,8 +140,8 @@ BOTH: dict[str, Rule] = {
     "min_tokens": (0, *_COUNT),
     "stop": (
         [],
-        lambda value: bool(value) if isinstance(value, str) else is_list(str, value) and all(value),
-        "a non-empty string or a list of them",
+        is_stop,
+        f"a non-empty string, or at most {MAX_STOPS} of them with {MAX_STOP} characters in all",
     ),
     "stop_token_ids": (
         [],
@@ -159,7 +179,7 @@ CHAT: dict[str, Rule] = {
     "reasoning_effort": (None, *_TEXT),
     "enable_thinking": (None, *_BOOL),
     "thinking_budget": (None, *_COUNT),
-    "role_mapping": ({}, *_OBJECT),
+    "role_mapping": ({}, is_mapping, f"an object with texts for at most {MAX_ROLES} roles"),
     "continue_final_message": (False, *_BOOL),
     "add_generation_prompt": (None, *_BOOL),
 }

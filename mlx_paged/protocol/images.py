@@ -1,5 +1,7 @@
 """Images in the messages of a request. Imports no mlx."""
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from mlx_paged.vision.images import has_image, is_image, of_data_url, parts_of
@@ -55,11 +57,15 @@ def _told(content: Any) -> Any:
     return "".join(LEFT_OUT if is_image(part) else part.get("text") or "" for part in content)
 
 
-def joined(first: Any, second: Any) -> Any:
-    """Two contents as one, with an empty line between them."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    return [*parts_of(first), {"type": "text", "text": "\n\n"}, *parts_of(second)]
+def joined(contents: Sequence[Any]) -> Any:
+    """Contents of one message or more as one, with an empty line between two of them."""
+    if len(contents) == 1:
+        return contents[0]
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    between = {"type": "text", "text": "\n\n"}
+    first, *others = ([between, *parts_of(content)] for content in contents)
+    return list(chain(first[1:], *others))
 
 
 def taken(messages: list[Part]) -> list[bytes]:

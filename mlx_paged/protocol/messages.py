@@ -160,17 +160,19 @@ def folded(system: str, turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
     user's turn beside them, for templates refuse them, and they refuse two turns of a user. No turn
     moves, so that a longer chat has the same prefix."""
     chat = [{"role": "system", "content": system}] if system else []
+    contents = [[turn["content"]] for turn in chat]
     joins = False  # whether the last turn ends with text of the system
     for turn in turns:
         is_system = turn["role"] == "system"
         is_first = not chat or chat[-1]["role"] == "system"
         role = "user" if is_system and not is_first else turn["role"]
         if chat and chat[-1]["role"] == role and (is_system or joins):
-            chat[-1]["content"] = joined(chat[-1]["content"], turn["content"])
+            contents[-1].append(turn["content"])
         else:
             chat.append(turn | {"role": role})
+            contents.append([turn["content"]])
         joins = is_system and not is_first
-    return chat
+    return [turn | {"content": joined(own)} for turn, own in zip(chat, contents, strict=True)]
 
 
 def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:

@@ -20,7 +20,7 @@ from mlx_paged.protocol.long_work import may_take_long
 from mlx_paged.protocol.model_traits import ModelTraits
 from mlx_paged.protocol.request_body import ContextExceeded
 from mlx_paged.protocol.turn_ends import turn_ends
-from mlx_paged.protocol.turns import merged
+from mlx_paged.protocol.turns import merged, num_turns
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.images import has_image, in_parts
 
@@ -57,6 +57,7 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
             require(is_free, name, "nothing, for the model has no chat template", True)
             text = convert_chat(fields["messages"], fields["role_mapping"])
             return [Prompt(_tokens(model, all_plain(tokenizer, text), fields), "")]
+        _check_room(model, fields, num_turns(fields["messages"]))  # before they are rendered
         fields = fields | {"messages": merged(fields["messages"], model.abilities.joins)}
         own, _ = thinking.template_args(model, fields)
         chat_args = template_args | own | fields["chat_template_kwargs"]

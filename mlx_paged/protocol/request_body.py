@@ -108,6 +108,7 @@ LIKENESS = 0.86
 """Of a name in a message that is taken for a misspelt one of KEYS: that of "contents", but not that
 of "context"."""
 LONGEST = 24  # characters of such a name
+MAX_KEYS = 1000  # other names that all messages may have
 LONGEST_NAME = 80  # characters of an unknown field's name that are told
 LEAST_PENALTY = 0.01  # divides logits, which would leave the range of float32
 MAX_BIASES = 1 << 16  # entries of `logit_bias`, whose keys become integers
@@ -220,6 +221,9 @@ def _adapt_tools(fields: Fields) -> None:
 
 
 def _check_messages(messages: list[Fields], roles: set[str]) -> None:
+    names = set[str]().union(*messages).difference(KEYS)
+    expected = f"at most {MAX_KEYS} names beside {', '.join(KEYS)}"
+    require(len(names) <= MAX_KEYS, "messages", expected, len(names))
     for i, message in enumerate(messages):
         name, role = f"messages[{i}]", message.get("role")
         expected = f"{', '.join(ROLES)} or a key of role_mapping"
@@ -265,7 +269,7 @@ def _tell_refusal(message: Fields, name: str) -> None:
             for part in content
         ]
     if refusal:
-        message["content"] = joined(content, refusal) if content else refusal
+        message["content"] = joined([content, refusal]) if content else refusal
 
 
 @lru_cache(1000)

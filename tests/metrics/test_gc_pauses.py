@@ -77,6 +77,24 @@ def test_the_working_clock_stands_still_meanwhile(clock):
     assert pipeline._now() - before == 5 + 1
 
 
+@pytest.mark.usefixtures("slow_collections")
+def test_a_thread_may_begin_to_watch_while_another_one_notes_the_end(clock, monkeypatch):
+    raised = []
+    monkeypatch.setattr("sys.unraisablehook", raised.append)
+
+    def read() -> float:
+        if clock.now:  # the collection has ended
+            pauses.watch()
+        return clock()
+
+    pauses = GcPauses(read)
+    pauses.watch()
+    clock.now = -1.0
+    gc.collect()
+    pauses.close()
+    assert raised == []
+
+
 def test_no_callback_is_left_between_steps():
     """It would swallow a Ctrl-C that comes during a collection."""
     callbacks = list(gc.callbacks)

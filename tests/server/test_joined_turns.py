@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_paged.protocol.messages import folded
 from mlx_paged.protocol.turns import merged
 from tests.support.commands.server_harness import demo, live, only_model, post
 
@@ -124,3 +125,48 @@ def test_templates_that_read_properties_take_tools_without_them(reader, path, gi
     assert status == 200, answer
     wanted = demo()[1].encode("f()\nuser: a\n", add_special_tokens=False)
     assert prompt_length(answer) == len(wanted)
+
+
+@pytest.mark.parametrize("kind", ["system", "user"])
+def test_many_turns_in_a_row_are_joined_once(monkeypatch, kind):
+    """One after the other would copy what is joined for each of them."""
+    counts = []
+
+    def count(contents):
+        counts.append(len(contents))
+        return "\n\n".join(contents)
+
+    said = {"role": "user", "content": "a"}
+    turns = [said, *({"role": kind, "content": str(i)} for i in range(500))]
+    if kind == "user":
+        monkeypatch.setattr("mlx_paged.protocol.turns.joined", count)
+        (found,) = merged(turns, {"user"})
+    else:
+        monkeypatch.setattr("mlx_paged.protocol.messages.joined", count)
+        (found,) = folded("", turns)
+    assert found["content"] == "\n\n".join(["a", *map(str, range(500))])
+    assert counts == [501]
+
+
+def test_texts_and_parts_are_joined_in_their_order():
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    contents = ["a", parts, "d"]
+    turns = [{"role": "user", "content": content} for content in contents]
+    (found,) = merged(turns, {"user"})
+    assert "".join(part["text"] for part in found["content"]) == "a\n\nbc\n\nd"
+
+
+def test_more_turns_than_the_context_has_tokens_are_not_rendered(monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("it was rendered")
+
+    with live("--chat-template", LINES.replace("CHECK", "")) as server:
+        turn = {"role": "user", "content": "a"}
+        limit = only_model(server).max_context
+        monkeypatch.setattr("mlx_paged.protocol.prompts.rendered", fail)
+        call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+        called = {"role": "assistant", "tool_calls": [call] * limit}
+        for messages in ([turn] * limit, [turn, called, turn]):
+            body = {"messages": messages, "max_tokens": 1}
+            status, _, answer = post(server, body, "/v1/chat/completions")
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")

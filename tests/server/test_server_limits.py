@@ -22,6 +22,7 @@ from tests.support.commands.server_harness import (
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
 pytest_plugins = ["tests.support.commands.server_fixtures"]
 SAY = {"type": "function", "function": {"name": "say", "parameters": {}}}
+SAID = {"role": "user", "content": "a"}
 BAD_BODIES = {
     "no JSON": (b"{", "not JSON"),
     "no UTF-8": (b'{"prompt": "\xff"}', "not JSON"),
@@ -50,6 +51,21 @@ BAD_BODIES = {
     ),
     "max_tokens": ({"prompt": "a", "max_tokens": "7"}, "max_tokens: expected an integer"),
     "stop": ({"prompt": "a", "stop": [7]}, "stop: expected"),
+    "stops": (
+        {"prompt": "a", "stop": ["x"] * 257},
+        "stop: expected a non-empty string, or at most",
+    ),
+    "a long stop": ({"prompt": "a", "stop": "x" * 16385}, "stop: expected a non-empty string, or"),
+    "long stops": ({"prompt": "a", "stop": ["x" * 200] * 82}, "with 16384 characters in all"),
+    "roles": (
+        {"messages": [SAID], "role_mapping": {str(i): "x" for i in range(101)}},
+        "role_mapping: expected an object with texts for at most 100 roles",
+    ),
+    "a role": ({"messages": [SAID], "role_mapping": {"user": 1}}, "role_mapping: expected an obj"),
+    "names in messages": (
+        {"messages": [SAID | {f"{i}-{j}": 1 for i in range(501)} for j in range(2)]},
+        "messages: expected at most 1000 names beside role, content",
+    ),
     "logit_bias": (
         {"prompt": "a", "logit_bias": {"x": 1}},
         "logit_bias: expected numbers by token id",
