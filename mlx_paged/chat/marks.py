@@ -141,12 +141,11 @@ def _found(tokenizer: Any, template: Any) -> Names:
 
 
 def spare(texts: Sequence[str]) -> str:
-    """A character that no text has, in none of its forms."""
-    return next(
-        each
-        for each in map(chr, SPARE)
-        if not any(form in text for form in _forms(each) for text in texts)
-    )
+    """A character that no text has, in none of its forms. Raises ValueError if there is none."""
+    for each in map(chr, SPARE):
+        if not any(form in text for form in _forms(each) for text in texts):
+            return each
+    raise ValueError("the chat has all characters for private use: expected one to be free")
 
 
 def _forms(character: str) -> tuple[str, str, str]:
@@ -188,7 +187,9 @@ class Divider:
         known = self._known.get(text)  # names of fields and roles come again and again
         if known is None:
             divided = self.names.begun.sub(lambda found: found[1] + self.mark, text)
-            known = self._known[text] = self._divided_end(self._divided_start(divided))
+            if not divided.isalnum():
+                divided = self._divided_end(self._divided_start(divided))
+            known = self._known[text] = divided
         return known
 
     def _divided_start(self, text: str) -> str:

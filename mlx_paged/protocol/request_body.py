@@ -108,7 +108,7 @@ LIKENESS = 0.86
 """Of a name in a message that is taken for a misspelt one of KEYS: that of "contents", but not that
 of "context"."""
 LONGEST = 24  # characters of such a name
-MAX_KEYS = 1000  # other names that all messages may have
+MAX_KEYS = 1000  # other names that all messages may have, and arguments of a template
 LONGEST_NAME = 80  # characters of an unknown field's name that are told
 LEAST_PENALTY = 0.01  # divides logits, which would leave the range of float32
 MAX_BIASES = 1 << 16  # entries of `logit_bias`, whose keys become integers
@@ -197,7 +197,10 @@ def _biases(given: Fields) -> dict[int, float]:
 
 
 def _check_template_args(given: Fields) -> None:
-    """Raise ValueError if arguments of the chat template are arguments of its rendering."""
+    """Raise ValueError if arguments of the chat template are arguments of its rendering, or too
+    many."""
+    expected = f"at most {MAX_KEYS} arguments of the template"
+    require(len(given) <= MAX_KEYS, "chat_template_kwargs", expected, len(given))
     for name in sorted(reserved_names().intersection(given)):
         is_field = name in ("tools", "add_generation_prompt", "continue_final_message")
         expected = f"the request's field {name}" if is_field else "only arguments of the template"

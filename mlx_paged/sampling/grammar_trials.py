@@ -14,7 +14,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-MAX_SECONDS = 2.0  # for one source
+MAX_SECONDS = 2.0  # of processors for one source: other processes do not count
+MAX_WAIT = 30.0  # seconds until a source is refused that gets no processor
 MAX_BYTES = 200 << 20  # beyond what the process takes before its first source
 MAX_PROCESSES = 2  # so many sources are tried at a time
 MAX_WAITING = 16  # sources that wait for one of them; beyond, the compiler is busy
@@ -46,7 +47,7 @@ class Trials:
         """Try a source of the kind json_schema, regex or grammar. Whether it is right is not said.
 
         Raises:
-            Refused: it takes more than MAX_SECONDS or MAX_BYTES.
+            Refused: it takes more than MAX_SECONDS, MAX_WAIT or MAX_BYTES.
             Busy: MAX_WAITING others wait.
         """
         with self._lock:
@@ -146,14 +147,16 @@ def main() -> None:
     tokens, most = LLTokenizer("byte", n_vocab=NUM_TOKENS), _peak() + MAX_BYTES
     _answer(b"ready")
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)  # the system ends the process then
+        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)  # the system ends the process then
+        signal.setitimer(signal.ITIMER_REAL, MAX_WAIT)
         thread = threading.Thread(target=_compile, args=(tokens, *json.loads(line)), daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.005)
             if _peak() > most:
                 os._exit(1)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
         _answer(b"tried")
 
 

@@ -11,7 +11,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mlx_paged.chat import encoding
 from mlx_paged.chat.encoding import encoded
-from mlx_paged.chat.marks import SPARE, _names, part
+from mlx_paged.chat.marks import SPARE, _names, part, spare
 from mlx_paged.chat.rendering import rendered
 from tests.support.models.tokenizers import CORPUS, tokenizer_of
 
@@ -222,3 +222,8 @@ def test_the_longest_name_is_found_among_many():
     for _ in range(200):
         text = "".join(rng.choices("<ab|>. ", k=60))
         assert _names(names).found.findall(text) == slow.findall(text)
+
+
+def test_a_chat_with_every_spare_character_is_refused():
+    with pytest.raises(ValueError, match="all characters for private use: expected one"):
+        spare(["".join(map(chr, SPARE))])

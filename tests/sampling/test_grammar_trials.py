@@ -1,8 +1,11 @@
 """Sources that llguidance compiles without end are stopped in a process apart."""
 
+import json
 import resource
+import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -121,3 +124,20 @@ def test_the_server_refuses_them_by_field_and_tells_when_it_is_busy(trials, monk
         assert status == 503 and headers["Retry-After"] == "1"
         assert answer["error"]["code"] == "overloaded"
         assert post(server, body | {"guided_regex": "ab"})[0] == 200
+
+
+@pytest.mark.slow
+def test_a_source_that_waits_for_a_processor_is_not_refused(trials):
+    """Other processes may take all processors for longer than the source needs."""
+    trials.check("regex", "a")
+    process = trials._idle[0]
+    keys = {f"p{i}x": {"type": "integer"} for i in range(2000)}
+    schema = json.dumps({"type": "object", "properties": keys, "additionalProperties": False})
+    with ThreadPoolExecutor(1) as threads:
+        checked = threads.submit(trials.check, "json_schema", schema)
+        while not checked.done() and trials._idle:  # until the process has the source
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(grammar_trials.MAX_SECONDS + 0.5)
+        process.send_signal(signal.SIGCONT)
+        checked.result()

@@ -62,6 +62,10 @@ BAD_BODIES = {
         "role_mapping: expected an object with texts for at most 100 roles",
     ),
     "a role": ({"messages": [SAID], "role_mapping": {"user": 1}}, "role_mapping: expected an obj"),
+    "arguments of a template": (
+        {"messages": [SAID], "chat_template_kwargs": {str(i): 1 for i in range(1001)}},
+        "chat_template_kwargs: expected at most 1000 arguments",
+    ),
     "names in messages": (
         {"messages": [SAID | {f"{i}-{j}": 1 for i in range(501)} for j in range(2)]},
         "messages: expected at most 1000 names beside role, content",
