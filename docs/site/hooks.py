@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {"README.md": "index.md", "docs/README.md": "documents.md", "CHANGELOG.md": "changelog.md"}
-PAGES["examples/README.md"] = "examples.md"
+PAGES |= {"CONTRIBUTING.md": "contributing.md", "examples/README.md": "examples.md"}
 PAGES |= {path.relative_to(ROOT).as_posix(): "" for path in ROOT.glob("docs/**/*.md")} | PAGES
 for folder in ("scripts", "scripts/macos", "tests/metal_emulator", "tests/gpu_order"):
     PAGES[f"{folder}/README.md"] = f"{folder.replace('/', '-')}.md"
