@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 from mlx_paged.formats.events import Call, Event, NoCall, Text, Thought
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.parser import Begin, Parser, possible_start
+from mlx_paged.formats.scan import MAX_HEAD
 from mlx_paged.formats.schemas import Tools
 
 
@@ -82,7 +83,8 @@ class Messages:
         self._header = ""  # the text of a header that is open
         self._body = ""  # of a call
         self._message = FIRST.get(begin)  # which is open; None: its header is
-        self._has_begun = False  # whether a mark has come
+        self._has_begun = False  # whether the mark before a header has come
+        self._firsts = form.firsts  # how this header may begin
         self._is_ended = self._is_cut = False
         self.fed = 0
 
@@ -120,14 +122,17 @@ class Messages:
         """Read up to the mark before a message. Returns whether there is more to read."""
         form = self._form
         self._header, self._rest = self._header + self._rest, ""
-        header, is_whole, rest = self._header.partition(form.message)
-        if is_whole and (self._has_begun or self._begins(header)):
-            self._message = form.message_of(header.rpartition(form.start)[2])
-            self._rest, self._header, self._has_begun = rest, "", True
+        at = self._header.find(form.message, 0, MAX_HEAD)
+        if at >= 0 and (self._has_begun or self._begins(self._header[:at])):
+            self._message = form.message_of(self._header[:at].rpartition(form.start)[2])
+            self._rest, self._header = self._header[at + len(form.message) :], ""
+            self._has_begun = True
             return True
-        if not self._is_ended and self._may_be_header():
+        is_too_long = len(self._header) >= MAX_HEAD
+        if not self._is_ended and not is_too_long and self._may_be_header():
             return False
-        is_header = self._has_begun or self._header.lstrip().startswith(form.firsts)
+        is_header = self._has_begun or self._header.lstrip().startswith(self._firsts)
+        is_header = is_header and not is_too_long
         self._message = Message("content")
         self._rest, self._header = "" if is_header else self._header, ""  # one that was cut
         return True
@@ -135,11 +140,11 @@ class Messages:
     def _begins(self, header: str) -> bool:
         """Whether a text can be the first header, or nothing is in this."""
         said = header.lstrip()
-        return not said or said.startswith(self._form.firsts)
+        return not said or said.startswith(self._firsts)
 
     def _may_be_header(self) -> bool:
-        """Whether the text so far can be that of a header; a model may forget it at first."""
-        said, firsts = self._header.lstrip(), self._form.firsts
+        """Whether the text so far can be that of a header; a model may forget it."""
+        said, firsts = self._header.lstrip(), self._firsts
         is_begun = any(first.startswith(said) for first in firsts)
         return self._has_begun or is_begun or self._begins(said)
 
@@ -150,7 +155,8 @@ class Messages:
             at, mark = min(found)
             self._tell(rest[:at], rest[at:], True, events)
             self._rest = rest[at + len(mark) :]
-            self._message, self._has_begun = None, True
+            self._message, self._has_begun = None, mark == self._form.start
+            self._firsts = (*self._form.firsts, "assistant")
             return bool(self._rest)
         kept = 0 if self._is_ended else possible_start(rest, marks)
         certain, self._rest = rest[: len(rest) - kept], rest[len(rest) - kept :]

@@ -81,8 +81,8 @@ class Gemma4(Literals):
         if end is not None:
             return json.loads(self.string(text[at:end])), _after_colon(text, end)
         json_key = _QUOTED_KEY.match(text, at)
-        if json_key and is_json(json_key["key"]):
-            return json.loads(json_key["key"]), json_key.end()
+        if json_key and is_json(self.marks.plain(json_key["key"])):
+            return json.loads(self.marks.plain(json_key["key"])), json_key.end()
         found = _KEY.match(text, at)
         return (self.marks.plain(found["key"]), found.end()) if found else None
 

@@ -13,7 +13,7 @@ from mlx_paged.formats.events import Call, NoCall
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.grammar import Function, json_rule
 from mlx_paged.formats.marks import Marks, quoted
-from mlx_paged.formats.scan import Calls, Scan, Steps, checked_name
+from mlx_paged.formats.scan import MAX_HEAD, Calls, Scan, Steps, checked_name
 from mlx_paged.formats.schemas import Tools
 
 _IDENTITY = re.compile(r"(?:functions\.)?(?P<name>\S+?)(?::\d+)?")
@@ -55,7 +55,7 @@ class KimiK2(Format):
     def _one(self, scan: Scan) -> Steps[Call]:
         """Read a call behind its mark."""
         yield from scan.space()
-        own_id = self.marks.plain((yield from scan.until(self.argument))).strip()
+        own_id = self.marks.plain((yield from scan.until(self.argument, MAX_HEAD))).strip()
         found = _IDENTITY.fullmatch(own_id)
         if found is None:
             raise NoCall

@@ -23,7 +23,7 @@ from mlx_paged.formats.grammar import Function, json_rule
 from mlx_paged.formats.json_text import is_json, written
 from mlx_paged.formats.json_tools import object_of
 from mlx_paged.formats.marks import Marks, quoted
-from mlx_paged.formats.scan import Calls, Scan, Steps, checked_name
+from mlx_paged.formats.scan import MAX_HEAD, Calls, Scan, Steps, checked_name
 from mlx_paged.formats.schemas import Tools
 
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
@@ -61,7 +61,9 @@ class KimiK3(Format):
 
     def _call(self, scan: Scan) -> Steps[Call]:
         yield from scan.take(f"{self._open}call ")
-        name = checked_name(self._attributes((yield from scan.until(self._sep))).get("tool", ""))
+        name = checked_name(
+            self._attributes((yield from scan.until(self._sep, MAX_HEAD))).get("tool", "")
+        )
         found: dict[str, str] = {}
         while True:
             yield from scan.space()
@@ -69,13 +71,13 @@ class KimiK3(Format):
                 arguments = ", ".join(f"{written(key)}: {value}" for key, value in found.items())
                 return Call(name, f"{{{arguments}}}")
             if (yield from scan.maybe(f"{self._open}json")):
-                yield from scan.until(self._sep)
+                yield from scan.until(self._sep, MAX_HEAD)
                 text = yield from scan.until(self._closes("json"))
                 yield from scan.space()
                 yield from scan.take(self._closes("call"))
                 return Call(name, _object(self.marks.plain(text).strip()))
             yield from scan.take(f"{self._open}argument ")
-            told = self._attributes((yield from scan.until(self._sep)))
+            told = self._attributes((yield from scan.until(self._sep, MAX_HEAD)))
             text = self.marks.plain((yield from scan.until(self._closes("argument"))))
             if "key" not in told:
                 raise NoCall

@@ -13,7 +13,7 @@ from mlx_paged.formats.grammar import Function, literal_rules
 from mlx_paged.formats.json_text import MAX_DEPTH, written
 from mlx_paged.formats.marks import quoted
 from mlx_paged.formats.scan import MAX_NAME, Scan, Steps, checked_name
-from mlx_paged.formats.searched import Search, Searched, State, after_space
+from mlx_paged.formats.searched import Search, Searched, State, after_space, end_of
 
 ARGUMENTS = "a"  # the innermost of the open brackets are those of a call
 CLOSING = {"{": "}", "[": "]", "(": ")", ")": ")"}  # a tuple is ")" from its first comma on
@@ -199,15 +199,14 @@ class Literals(Searched):
         for state, after in pairwise(path):
             if state.kind in ("outside", "functions"):
                 parts = ["{"]
-                if state.kind == "outside" and state.at:
+                if state.kind == "outside" and state.at and not search.is_rest:
                     break
             elif after.kind == "functions":
                 name = checked_name(self.marks.plain(state.name))
                 calls.append(Call(name, "".join([*parts, "}"])))
             else:
                 parts.append(self._part(state, after, search.text))
-        at = next(state.at for state in path[1:] if state.kind in ("outside", "end"))
-        return calls, at
+        return calls, end_of(path, search)
 
     def _part(self, state: State, after: State, text: str) -> str:
         """The JSON of what is between two states of a reading."""

@@ -14,7 +14,7 @@ from mlx_paged.formats.format import Format
 from mlx_paged.formats.grammar import Function
 from mlx_paged.formats.json_tools import calls_of, json_objects
 from mlx_paged.formats.marks import Marks, is_token, quoted
-from mlx_paged.formats.scan import Calls, Scan, Steps
+from mlx_paged.formats.scan import MAX_HEAD, Calls, Scan, Steps
 from mlx_paged.formats.schemas import Tools
 
 
@@ -56,7 +56,7 @@ class Mistral(Format):
         name = yield from scan.name(self.args, self.own_id)
         own_id = None
         if (yield from scan.maybe(self.own_id)):
-            own_id = self.marks.plain((yield from scan.until(self.args)).strip())
+            own_id = self.marks.plain((yield from scan.until(self.args, MAX_HEAD)).strip())
         else:
             yield from scan.take(self.args)
         yield from scan.space()

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from mlx_paged.formats.events import Call, Event, NoCall, Text, Thought
 from mlx_paged.formats.marks import Marks
-from mlx_paged.formats.scan import Calls, Scan
+from mlx_paged.formats.scan import Calls, Effort, Scan
 from mlx_paged.formats.schemas import Tools
 from mlx_paged.formats.thoughts import Thoughts
 
@@ -114,6 +114,8 @@ class Inline:
         self._state = begin if thoughts or begin != Begin.THOUGHT else Begin.START
         self._is_data = is_data
         self._rest = ""  # coded text that is not certain yet
+        self._blanks = ""  # white space before it, which has no mark
+        self._effort = Effort()
         self._is_empty = begin != Begin.CONTENT  # no content but white space since the last call
         self._has_called = False
         self._scan: Scan | None = None  # of the call that has begun at the beginning of `_rest`
@@ -165,16 +167,29 @@ class Inline:
 
     def _read_start(self) -> bool:
         """Look for a thought, which begins before the first character that is not white space."""
-        said = self._rest.lstrip()
+        said = self._without_blanks()
         start = self._thoughts.start if self._thoughts else ""
         if start and said.startswith(start):
-            self._rest = said[len(start) :]
+            self._rest, self._blanks = said[len(start) :], ""
             self._state = Begin.THOUGHT
             return True
         if start.startswith(said) and start != said and not self._is_ended:
             return False
         self._state = Begin.CONTENT
         return True
+
+    def _without_blanks(self) -> str:
+        """The rest, of which white space at its beginning is apart from now on."""
+        said = self._rest.lstrip()
+        self._blanks += self._rest[: len(self._rest) - len(said)]
+        self._rest = said
+        return said
+
+    def _taken(self, end: int) -> str:
+        """The text up to a position of the rest, with the white space before it, which is apart no
+        longer."""
+        text, self._blanks = self._blanks + self._rest[:end], ""
+        return text
 
     def _read_thought(self, events: list[Event]) -> bool:
         assert self._thoughts is not None
@@ -202,15 +217,15 @@ class Inline:
         """Calls in a thought count if the model ends its answer behind them: it has forgotten to
         end the thought. Before another text they are part of the thought. Returns whether the
         rest can be read."""
-        said = self._rest.lstrip()
+        said = self._without_blanks()
         may_begin = any(opener.startswith(said[: len(opener)]) for opener in self._openers)
         if may_begin and not self._is_ended:
             return said.startswith(tuple(self._openers))
         if self._is_ended and not self._is_cut and not said:
             events += [call for calls, _ in self._late for call in calls]
-            self._rest = ""
+            self._rest = self._blanks = ""
         elif not said.startswith(tuple(self._openers)):
-            self._tell_thought("".join(text for _, text in self._late), events)
+            self._tell_thought("".join(text for _, text in self._late) + self._taken(0), events)
             self._late = []
         return bool(self._rest)
 
@@ -232,17 +247,21 @@ class Inline:
             if is_call and not (self._is_data and self._rest[:at].strip()):
                 self._begin_call(at, events)
                 return True
-            before, rest = self._rest[:at], self._rest[at:]
+            before, rest = self._taken(at), self._rest[at:]
             self._tell_content(before if before.strip() or not self._is_empty else "", rest, events)
             self._rest = rest[0 if is_call else len(mark) :]
             return True
         certain, rest = self._rest[: len(self._rest) - kept], self._rest[len(self._rest) - kept :]
         if self._is_empty and (marks or self._calls) and not certain.strip():
             if not self._is_ended:  # white space beside calls is not told
+                self._blanks += certain
+                self._rest = rest
                 return False
-            certain = "" if self._has_called else certain
-        self._rest = rest if certain else self._rest
-        self._tell_content(certain, rest, events)
+            before = "" if self._has_called else self._taken(len(certain))
+        else:
+            before = self._taken(len(certain))
+        self._rest = rest
+        self._tell_content(before, rest, events)
         return False
 
     def _tell_content(self, coded: str, rest: str, events: list[Event]) -> None:
@@ -268,7 +287,8 @@ class Inline:
     def _begin_call(self, at: int, events: list[Event]) -> None:
         """Tell the text before the mark of a call, which is at `at`, and begin to read the call."""
         assert self._calls is not None
-        before, self._scan, self._rest = self._rest[:at], Scan(self._rest[at:]), ""
+        before = self._taken(at)
+        self._scan, self._rest = Scan(self._rest[at:], self._effort), ""
         self._steps = self._calls.call(self._scan, self._tools)
         if self.thinks:  # what is before has been told, or is white space between calls
             self._space = before if self._late else ""

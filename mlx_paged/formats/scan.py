@@ -11,17 +11,34 @@ from typing import TypeVar
 
 from mlx_paged.formats.events import Call, NoCall
 from mlx_paged.formats.json_text import JsonScan
+from mlx_paged.formats.marks import is_token
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 """A part of a call that is read in steps."""
 
 MAX_NAME = 256  # characters of a function's name
+MAX_HEAD = 2 * MAX_NAME  # characters of a tag with a name in it
+MAX_STATES = 200_000  # that searches of one answer look at; a text that needs more is no call
 _SPACE = re.compile(r"\s*")
+
+
+class Effort:
+    """What the searches of one answer may still do.
+
+    Attributes:
+        left: states that they may look at.
+    """
+
+    def __init__(self) -> None:
+        self.left = MAX_STATES
 
 
 class Scan:
     """Coded text that begins with the mark of a call.
+
+    Args:
+        effort: that of the answer which has the text.
 
     Attributes:
         text: what has come so far.
@@ -32,8 +49,9 @@ class Scan:
         kept_at: where these end.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, effort: Effort | None = None) -> None:
         self.text = text
+        self.effort = effort or Effort()
         self.at = 0
         self.is_ended = False
         self.is_cut = False
@@ -98,12 +116,20 @@ class Scan:
                 return checked_name(name)
             yield from self.more()
 
-    def until(self, end: str) -> Steps[str]:
-        """Read the text before the next `end`, and this."""
+    def until(self, end: str, limit: int | None = None) -> Steps[str]:
+        """Read the text before the next `end`, and this.
+
+        Args:
+            limit: characters that the text may have.
+        """
         start = looked = self.at
         while (found := self.text.find(end, looked)) < 0:
             looked = max(start, len(self.text) - len(end) + 1)
+            if limit is not None and looked - start > limit:
+                raise NoCall
             yield from self.more()
+        if limit is not None and found - start > limit:
+            raise NoCall
         self.at = found + len(end)
         return self.text[start:found]
 
@@ -132,8 +158,9 @@ def at_once(steps: Steps[T]) -> T:
 
 
 def checked_name(name: str) -> str:
-    """The name of a function, which has no white space. Raises NoCall for another text."""
-    if not name or len(name) > MAX_NAME or _has_space(name):
+    """The name of a function, which has no white space and no mark that is a token. Raises NoCall
+    for another text."""
+    if not name or len(name) > MAX_NAME or _has_space(name) or is_token(name):
         raise NoCall
     return name
 

@@ -5,16 +5,14 @@ shortest values is right. A mark that is a token of its own decides at once.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from mlx_paged.formats.events import Call, NoCall
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.marks import is_token
-from mlx_paged.formats.scan import Calls, Scan, Steps
+from mlx_paged.formats.scan import Calls, Effort, Scan, Steps
 from mlx_paged.formats.schemas import Tools
-
-MAX_STATES = 50_000  # of a search; a text that needs more is no call
 
 
 class State(NamedTuple):
@@ -64,7 +62,8 @@ class Searched(Format):
         raise NotImplementedError
 
     def _read(self, path: list[State], search: "Search") -> tuple[list[Call], int]:
-        """The calls of a reading up to the end of the first wrapper, and this end."""
+        """The calls of a reading up to the end of the first wrapper, and this end; of all wrappers
+        if calls are all of the text."""
         raise NotImplementedError
 
     def _until_token(self, scan: Scan, tools: Tools, last: str) -> Calls:
@@ -78,7 +77,7 @@ class Searched(Format):
                     return self._chosen(scan, tools)
                 yield
             looked = found + len(last)
-            calls = self._search(Search(scan.text[:looked], tools, ends_there=True))
+            calls = self._search(Search(scan.text[:looked], tools, scan.effort, ends_there=True))
             if calls is not None:
                 scan.at = looked
                 return calls[0]
@@ -95,12 +94,13 @@ class Searched(Format):
         last = self.last_mark
         texts = [scan.text] if scan.is_cut else [scan.text, scan.text + last]
         searches = [
-            Search(text, tools, is_rest=is_rest, is_cut=scan.is_cut)
+            Search(text, tools, scan.effort, is_rest=is_rest, is_cut=scan.is_cut)
             for is_rest in (True, False)
             for text in texts
         ]
         if self.is_shared:
-            searches.append(Search(scan.text, tools, is_cut=scan.is_cut, is_part=True))
+            cut = Search(scan.text, tools, scan.effort, is_cut=scan.is_cut, is_part=True)
+            searches.append(cut)
         for search in searches:
             found = self._search(search)
             if found is not None:
@@ -116,6 +116,9 @@ class Searched(Format):
         waiting = [self._next(path[0], search)]
         seen = set[State]()
         while waiting:
+            search.effort.left -= 1
+            if search.effort.left < 0:
+                return None
             state = next(waiting[-1], None)
             if state is None:
                 waiting.pop()
@@ -124,8 +127,6 @@ class Searched(Format):
                 return self._read([*path, state], search)
             elif state not in seen:
                 seen.add(state)
-                if len(seen) > MAX_STATES:
-                    return None
                 path.append(state)
                 waiting.append(self._next(state, search))
         return None
@@ -136,6 +137,7 @@ class Search(NamedTuple):
 
     Attributes:
         text: coded text that begins with a call.
+        effort: how much the search may do.
         ends_there: the first wrapper ends at the end of the text.
         is_rest: the text consists of calls and white space; else only its beginning does.
         is_cut: the last call may be cut.
@@ -145,6 +147,7 @@ class Search(NamedTuple):
 
     text: str
     tools: Tools
+    effort: Effort
     ends_there: bool = False
     is_rest: bool = False
     is_cut: bool = False
@@ -153,11 +156,20 @@ class Search(NamedTuple):
 
     def is_end(self, at: int, openers: tuple[str, ...]) -> bool:
         """Whether a reading may end at `at`, behind a call and white space."""
-        rest = self.text[at:]
-        if self.ends_there or not rest:
-            return not rest
-        is_call = rest.startswith(openers) or any(opener.startswith(rest) for opener in openers)
-        return not self.is_rest or (self.is_cut and is_call)
+        size = len(self.text) - at
+        if self.ends_there or not size:
+            return not size
+        if not self.is_rest or not self.is_cut:
+            return not self.is_rest
+        return self.text.startswith(openers, at) or any(
+            size < len(opener) and opener.startswith(self.text[at:]) for opener in openers
+        )
+
+
+def end_of(path: Sequence[State], search: Search) -> int:
+    """Where the calls end that a reading tells."""
+    ends = (state.at for state in path[1:] if state.kind in ("outside", "end"))
+    return path[-1].at if search.is_rest else next(ends)
 
 
 def after_space(text: str, at: int) -> int:

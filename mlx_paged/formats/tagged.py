@@ -14,11 +14,10 @@ from mlx_paged.formats.events import Call, NoCall
 from mlx_paged.formats.grammar import Function, Shape, tagged_rules
 from mlx_paged.formats.json_text import written
 from mlx_paged.formats.marks import is_token
-from mlx_paged.formats.scan import MAX_NAME, Scan, Steps, checked_name
+from mlx_paged.formats.scan import MAX_HEAD, Scan, Steps, checked_name
 from mlx_paged.formats.schemas import Tools
-from mlx_paged.formats.searched import Search, Searched, State, after_space
+from mlx_paged.formats.searched import Search, Searched, State, after_space, end_of
 
-MAX_HEAD = 2 * MAX_NAME  # characters from the first mark up to the first argument
 MAX_KEY = 256
 
 
@@ -77,7 +76,7 @@ class Tagged(Searched):
         """Wait until the first function is opened, or cannot be."""
         first = self.wrapper[0] if self.wrapper else ""
         yield from scan.take(first)
-        while not (found := self.function.match(scan.text, scan.at)):
+        while not (found := self.function.match(scan.text, scan.at, MAX_HEAD)):
             if len(scan.text) > MAX_HEAD:
                 raise NoCall
             yield from scan.more()
@@ -103,7 +102,7 @@ class Tagged(Searched):
             yield from self._function(at + len(self.wrapper[0]), search)
 
     def _function(self, at: int, search: "Search") -> Iterator[State]:
-        found = self.function.match(search.text, at)
+        found = self.function.match(search.text, at, at + MAX_HEAD)
         if found and not any(map(str.isspace, found["name"])):
             yield State("arguments", found.end(), found["name"])
 
@@ -117,7 +116,8 @@ class Tagged(Searched):
             yield State("outside", at + len(end))
         yield from self._function(state.at, search)
         if search.is_part and self.shape:
-            rest, next_one = search.text[at:], self.shape.function[0]
+            next_one = self.shape.function[0]
+            rest = search.text[at : at + len(next_one) + len(end)]
             if rest.startswith(next_one) or any(x.startswith(rest) for x in (next_one, end)):
                 yield State("end", state.at)
 
@@ -126,9 +126,13 @@ class Tagged(Searched):
         at = after_space(search.text, state.at)
         if search.text.startswith(self.function_end, at):
             yield State("functions", at + len(self.function_end))
-        opened = self.parameter.match(search.text, at)
+        opened = self._parameter(search.text, at)
         if opened and self._may_follow(opened["key"], state, search):
             yield state._replace(kind="value", at=opened.end(), key=opened["key"], opened=at)
+
+    def _parameter(self, text: str, at: int) -> re.Match[str] | None:
+        """The tag at a position that opens a value."""
+        return self.parameter.match(text, at, at + MAX_HEAD)
 
     def _may_follow(self, key: str, state: State, search: "Search") -> bool:
         if key in state.given or len(key) > MAX_KEY:
@@ -138,7 +142,7 @@ class Tagged(Searched):
         return is_decided or keys is None or self.marks.plain(key) in keys
 
     def _values(self, state: State, search: "Search") -> Iterator[State]:
-        opened = self.parameter.match(search.text, state.opened)
+        opened = self._parameter(search.text, state.opened)
         assert opened is not None
         end, at = self.end_of_value(opened), state.at
         given = state.given | {state.key}
@@ -149,13 +153,12 @@ class Tagged(Searched):
                 return
 
     def _read(self, path: list[State], search: "Search") -> tuple[list[Call], int]:
-        """The calls of a reading up to the end of the first wrapper, and this end."""
         calls, arguments = list[Call](), list[str]()
         for state, after in pairwise(path):
-            if state.kind == "outside" and state.at:
+            if state.kind == "outside" and state.at and not search.is_rest:
                 break
             if state.kind == "value":
-                opened = self.parameter.match(search.text, state.opened)
+                opened = self._parameter(search.text, state.opened)
                 assert opened is not None
                 end = after.at - len(self.end_of_value(opened))
                 value = self.value(search.tools, state.name, opened, search.text[state.at : end])
@@ -165,5 +168,4 @@ class Tagged(Searched):
                 written_arguments = ", ".join(arguments)
                 calls.append(Call(self.marks.plain(state.name), f"{{{written_arguments}}}"))
                 arguments = []
-        at = next(state.at for state in path[1:] if state.kind in ("outside", "end"))
-        return calls, at
+        return calls, end_of(path, search)

@@ -71,6 +71,17 @@ CASES = [
         [Thought("A thought.")],
         {"is_cut": True},
     ),
+    Case(
+        "a mark in a recipient",
+        [CHANNEL, "commentary to=functions.f", END, "g", MESSAGE, "{}", CALL],
+        [Text("{}")],
+        {"vocabularies": (MARKS,)},
+    ),
+    Case(
+        "a header without an end",
+        [CHANNEL, "final" + "!" * 1000],
+        [Text("<|channel|>final" + "!" * 1000)],
+    ),
     Case("no JSON", call("python", "print(1)"), [Text("print(1)")]),
     Case("no tools", call("f", "{}"), [Text("{}")], {"tools": []}),
     Case("no marks", "Hello you.", [Text("Hello you.")]),
