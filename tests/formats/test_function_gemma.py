@@ -2,63 +2,15 @@
 
 import pytest
 
-from mlx_paged.formats.events import Call, Text
 from mlx_paged.formats.function_gemma import FunctionGemma
-from tests.support.formats.gemmas import gemma_render
+from tests.support.formats.gemmas import gemma_cases, gemma_render
 from tests.support.formats.grammars import check_grammar
-from tests.support.formats.harness import Case, Mark, check_case, check_round_trips
+from tests.support.formats.harness import check_case, check_round_trips
 
 MARKS = FunctionGemma.tokens
-START, END, QUOTE = map(Mark, MARKS)
-TEXT = [QUOTE, "  a\n}", QUOTE]
 
 
-def call(*parts):
-    return [START, "call:f{", *parts, "}", END]
-
-
-def value(written, expected):
-    return Case(written, call(f"x:{written}"), [Call("f", f'{{"x": {expected}}}')])
-
-
-def text(*parts):
-    return Case("".join(parts), list(parts), [Text("".join(parts))])
-
-
-CASES = [
-    Case("a string", ["a", *call("x:", *TEXT)], [Text("a"), Call("f", '{"x": "  a\\n}"}')]),
-    Case(
-        "two calls",
-        [*call("n:2"), START, "call:g{}", END],
-        [Call("f", '{"n": 2}'), Call("g", "{}")],
-    ),
-    Case("one wrapper", [START, "call:f{}call:g{}", END], [Call("f", "{}"), Call("g", "{}")]),
-    Case("no end", call("n:2")[:-1], [Call("f", '{"n": 2}')]),
-    value("10000000000000000000000000", "10000000000000000000000000"),
-    value("1.50", "1.50"),
-    value("None", "null"),
-    value("true", "true"),
-    value("12:00", '"12:00"'),
-    value("Paris", '"Paris"'),
-    value("NaN", '"NaN"'),
-    value('"a"', '"a"'),
-    value("{a:[1,{}],b:{}}", '{"a": [1, {}], "b": {}}'),
-    value('{"a": [ ]}', '{"a": []}'),
-    Case(
-        "marks in a string",
-        call("x:", QUOTE, str(END), QUOTE),
-        [Call("f", '{"x": ' + f'"{END}"'.replace('|"|', '|\\"|') + "}")],
-    ),
-    text(START, "call:f g{}", END),
-    text(START, "f{}", END),
-    text(START, "call:f{x}", END),
-    text(START, "call:f{x:1,x:2}", END),
-    text(START, "call:f{x:}", END),
-    Case("cut", call("x:", *TEXT)[:4], [Text("".join(call("x:", *TEXT)[:4]))], {"is_cut": True}),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name[:20])
+@pytest.mark.parametrize("case", gemma_cases(MARKS), ids=lambda case: case.name[:20])
 def test_cases(case):
     check_case(FunctionGemma, MARKS, case)
 
@@ -68,4 +20,4 @@ def test_random_calls_come_back():
 
 
 def test_what_the_grammar_allows_is_a_call():
-    check_grammar(FunctionGemma, MARKS, ends=(str(QUOTE),))
+    check_grammar(FunctionGemma, MARKS, ends=MARKS[2:])

@@ -22,6 +22,7 @@ CASES = [
     Case(
         "cut in a list", [START, f"[{F}, {G[:9]}"], [CALLS[0], Text(f", {G[:9]}")], {"is_cut": True}
     ),
+    Case("no comma", [START, f"[{F} {G}]"], [CALLS[0], Text(f" {G}]")]),
     Case("an empty list", [START, "[]"], [Text(START + "[]")]),
     Case("numbers in a list", [START, "[1]"], [Text(START + "[1]")]),
     Case(
