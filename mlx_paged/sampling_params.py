@@ -102,7 +102,7 @@ class SamplingParams:
             token has one. Tokens that the logits do not have get none. A fork has them for the
             tokens that are computed for it.
         prompt_logprobs_from: the first prompt token that has one. Tokens before it may come from
-            the prefix cache, but for the last one; later ones are computed.
+            the prefix cache; later ones, and always the last one, are computed.
         stop: strings that end the request; the text ends before the first of them.
         stop_token_ids: tokens that end the request, in addition to the end-of-sequence tokens.
         ignore_eos: continue after the tokenizer's end-of-sequence tokens.

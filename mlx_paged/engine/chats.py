@@ -87,7 +87,7 @@ class Chats:
                 " expected add_generation_prompt=False"
             )
         if tools and self._tools_problem:
-            raise ValueError(f"[chat] tools are given: expected none, for {self._tools_problem}")
+            raise ValueError(f"[chat] tools are given: expected no tools: {self._tools_problem}")
         args = dict(template_args or {})
         for name in sorted(args.keys() & reserved_names()):
             own = f"the argument {name} of chat()" if name in OWN_ARGUMENTS else "another name"

@@ -119,8 +119,8 @@ def read_answers(path: str, jobs: Sequence[Job]) -> dict[int, list[bytes]]:
                 raise ValueError(f"{path} line {place}: expected a line of --output") from None
             if not is_same:
                 raise ValueError(
-                    f"{path} line {place}: prompt {number} or its options were others: expected"
-                    " those of the run that --resume continues"
+                    f"{path} line {place}: prompt {number} or its options changed since this"
+                    f" line was written: expected the prompts and options of that run"
                 )
             lines[number].append(line)
             if has_failed:

@@ -144,13 +144,12 @@ class MemoryBudget:
         limit = "memory" if working_set() is None else "working set"
         is_too_much = sum(self.parts.values()) > device_memory()
         too_much = f"; this exceeds the {limit}: expect swapping" * is_too_much
-        prompts = f"for prompts of up to {LONG_PROMPT:,} tokens"
-        return f"memory: {self} {prompts}; {can_change} it{too_much}"
+        return f"memory: {self}; {can_change} it{too_much}"
 
     def __str__(self) -> str:
         parts = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in self.parts.items())
         total = sum(self.parts.values()) / 1e9
-        return f"{parts} = {total:.2f} of {device_memory() / 1e9:.2f} GB"
+        return f"at most {total:.2f} of {device_memory() / 1e9:.2f} GB ({parts})"
 
 
 def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:

@@ -92,12 +92,13 @@ def paged_attention(
         shared_prefixes: ``[2, B]`` int32, which sequences begin with the same blocks. The first row
             is an order of the sequences. The second one says how many keys each sequence, in this
             order, has in the same blocks as the one before it; 0 for the first. The keys are read
-            once for all of them (Juravsky et al. 2024, arXiv:2402.05099, section 3.2). On a CPU the
-            answer does not depend on it, bit by bit; on a GPU but for rounding. A GPU uses it for
-            one query token a sequence and tables of more than 512 tokens, in float16, bfloat16 and
-            quantized pools, where two sequences' heads of a KV head are at most 32 rows (16 if D or
-            D_v is above 128). It ignores it with ``window``, ``attn_mask``, ``rope_freqs``,
-            ``alibi_slopes``, ``kv_head_mapping`` or ``return_attn``, and in ``_varlen``.
+            once for all of them (Juravsky et al. 2024, arXiv:2402.05099, section 3.2). The
+            answer does not depend on it: bit by bit on a CPU, up to rounding on a GPU. A GPU uses
+            it for one query token a sequence and tables of more than 512 tokens, in float16,
+            bfloat16 and quantized pools, where two sequences' heads of a KV head are at most 32
+            rows (16 if D or D_v is above 128). It ignores it with ``window``, ``attn_mask``,
+            ``rope_freqs``, ``alibi_slopes``, ``kv_head_mapping`` or ``return_attn``, and in
+            ``_varlen``.
             Wrong numbers give wrong answers.
         check_tables: False skips the checks of table and length values, for callers whose tables
             are valid by construction.

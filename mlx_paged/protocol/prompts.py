@@ -41,7 +41,7 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
     # A grammar makes the model call a tool that must be called, whatever its template does.
     may_call = fields.get("tools") and fields["tool_choice"] == "auto"
     if may_call and model.abilities.tools_problem:
-        raise ValueError(f"tools: expected none, for {model.abilities.tools_problem}")
+        raise ValueError(f"tools: expected no tools: {model.abilities.tools_problem}")
     for prompt in fields.get("prompt", ()):  # before a tokenizer decodes them
         if isinstance(prompt, list) and prompt:
             model.token_ids.check_prompt("completions", prompt)

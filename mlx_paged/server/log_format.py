@@ -13,7 +13,7 @@ def printable(text: str) -> str:
 
 
 class Formatter(logging.Formatter):
-    """Writes records without control characters, but for the ends of lines of a traceback."""
+    """Writes records without control characters; a traceback keeps its line ends."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))

@@ -49,7 +49,7 @@ KV_DISK = {  # by their names in the disk's metrics
     "hits": "Records read from the disk.",
     "bytes_read": "Bytes of these records.",
     "bytes_written": "Bytes written to the disk.",
-    "seconds_saved": "Predicted time to compute what was read, less the time to read it.",
+    "seconds_saved": "Time saved: predicted time to compute what was read - time to read it.",
     "slower": "Requests that computed what it would take longer to read.",
 }
 

@@ -21,7 +21,7 @@ class Recent:
 
     Args:
         histogram: has one label.
-        bounds: upper bounds of its buckets, but for the last one, which has none.
+        bounds: upper bounds of its buckets; the last bucket has none.
     """
 
     def __init__(

@@ -349,7 +349,8 @@ def test_the_command_runs_the_demo_model_on_a_prompt_from_stdin(expected):
     )
     assert done.returncode == 0 and done.stdout == f"{expected(LONG, 24)}\n"
     memory, _, rest = done.stderr.partition("\n")
-    assert memory.startswith("memory: weights 0.00 + pool 0.05 + ")
+    assert memory.startswith("memory: at most 0.")
+    assert " GB (weights 0.00 + pool 0.05 + " in memory
     assert rest.startswith(f"{RULE}\n{RULE}\nPrompt: ")
 
 

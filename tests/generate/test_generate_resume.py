@@ -139,7 +139,7 @@ def test_other_prompts_or_options_are_refused(run, output, change):
     before = output.read_bytes()
     arguments = ["-p", FUNCTION] if change[0] != "-p" else []
     result = run(*arguments, "-m", 3, *change, "--output", output, "--resume")
-    assert_one_line_mistake(result, f"{output} line 1: prompt 1 or its options were others")
+    assert_one_line_mistake(result, f"{output} line 1: prompt 1 or its options changed since")
     assert output.read_bytes() == before
 
 

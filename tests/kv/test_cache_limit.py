@@ -197,8 +197,8 @@ def test_where_plain_mlx_computes_its_copies_count(mac, llama, monkeypatch):
 def test_the_line_at_the_start_has_the_parts_their_sum_and_the_flags(mac):
     line = MemoryBudget(700_000_000, 6_750_000_000, 1_150_000_000, 400_000_000).line
     assert line == (
-        "memory: weights 0.70 + pool 6.75 + cache 1.15 + step 0.40 = 9.00 of 17.18 GB for prompts "
-        "of up to 16,384 tokens; --kv-memory and --cache-limit change it"
+        "memory: at most 9.00 of 17.18 GB (weights 0.70 + pool 6.75 + cache 1.15 + step 0.40);"
+        " --kv-memory and --cache-limit change it"
     )
     assert MemoryBudget(1, 2, None, 3).line.endswith("; --kv-memory changes it")
     too_much = MemoryBudget(1, mac.working_set, None, 3).line
