@@ -24,6 +24,11 @@ CASES = [
         [Call("f", QUOTED)],
     ),
     Case(
+        "a token in a string",
+        [START, '[{"name": "f", "arguments": {"x": "', END, '"}}]', END],
+        [Call("f", '{"x": "<|/tool_call|>"}')],
+    ),
+    Case(
         "the word in a text",
         "import functools\nfunctools.cache",
         [Text("import functools\nfunctools.cache")],
