@@ -42,6 +42,7 @@ NUM_READERS = 4  # these threads
 NUM_COMPILES = 24  # threads that wait for a compiler: more than may wait, so that others are told
 NUM_DESCRIBERS = 2  # threads that describe log-probabilities
 NUM_THREADS = 32
+LONGEST_PATH = 200  # characters of a path that an error tells
 NUM_DECODERS = 2  # threads that decode images: so many requests hold decoded ones at a time
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
@@ -123,7 +124,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         return _refusal(Refusal(500, "the server failed"), request)
     response = _refusal(
-        Refusal(error.status_code, f"{error.detail}: {request.scope['path']}"), request
+        Refusal(error.status_code, f"{error.detail}: {request.scope['path'][:LONGEST_PATH]}"),
+        request,
     )
     response.headers.update(error.headers or {})
     return response

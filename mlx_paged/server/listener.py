@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlx_paged.server import sockets, tickets
 from mlx_paged.server.app import make_app
 from mlx_paged.server.models import Models
+from mlx_paged.server.sockets import BACKLOG
 
 FAREWELL_S = 5  # to tell clients that their answers were ended
 KEEP_ALIVE_S = 30  # without a byte of a request
@@ -21,6 +22,7 @@ HEAD_S = 10.0  # from the first byte of a request's head to its last one
 REST_S = 10.0  # for the rest of a body whose request is answered
 WRITE_S = 30.0  # in which a client reads the buffers of its connection
 SPARE_FILES = 64  # connections above the limit that get an answer, 503
+ACCEPTED = 32  # connections at a time: asyncio accepts so many before it closes any of them
 
 
 class Connection(H11Protocol):
@@ -99,6 +101,7 @@ class Server(uvicorn.Server):
             access_log=False,  # request_log.py writes it
             server_header=False,
             proxy_headers=False,
+            backlog=ACCEPTED,
             limit_concurrency=_limit_files(args.max_connections),
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(args.drain_seconds) + FAREWELL_S,
@@ -115,6 +118,10 @@ class Server(uvicorn.Server):
     def run(self, sockets: Any = None) -> None:
         """Answer requests until a signal comes or `should_exit` is set, then drain."""
         super().run([self.listener])
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.listener.listen(BACKLOG)  # asyncio has set it to ACCEPTED
 
     async def on_tick(self, counter: int) -> bool:
         """Close connections whose clients do not read. uvicorn calls this ten times a second."""

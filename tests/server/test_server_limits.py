@@ -349,3 +349,8 @@ def test_a_stream_cut_off_by_the_end_of_the_server_says_so():
         assert post(server, {"prompt": "a"})[0] == 503
         assert metric(server, "mlx_paged_up") == 0
         assert exchange(server, "GET", "/health")[0] == 503
+
+
+def test_an_error_tells_a_part_of_a_long_path(server):
+    status, _, content = exchange(server, "GET", "/" + "a" * 50_000)
+    assert status == 404 and len(content) < 500
