@@ -12,3 +12,10 @@ inline KeyRange key_range(int position, int context, bool is_causal, int window)
   keys.stop = position >= 0 ? stop : 0;
   return keys;
 }
+
+// Where the splits of a sequence begin: its first token sees no key before. A multiple of
+// SPLIT_STEP, so that no two splits load the keys of one step.
+inline int first_split_key(int context, int num_tokens, int window) {
+  const KeyRange keys = key_range(max(0, context - num_tokens), context, true, window);
+  return keys.first / SPLIT_STEP * SPLIT_STEP;
+}

@@ -128,6 +128,9 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   const KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
   const KeyRange of_last = keys_of_row(tile, tile.first_row + num_rows - 1, context, p);
   int split_begin = split * p.keys_per_split;
+  if (SPLIT && HAS_WINDOW) {
+    split_begin += first_split_key(context, tile.num_tokens, p.window);
+  }
   int slot = split;
   if (HAS_PREFIXES && !SHARES && split_begin < context) {
     const int own =

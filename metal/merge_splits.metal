@@ -41,18 +41,21 @@ template <typename Q, int DV>
   const int head = row / p.num_tokens % p.num_heads;
   const int q_row = row / p.num_tokens / p.num_heads;
   int sequence = q_row;
-  int tokens_after = p.num_tokens - token;  // of the same sequence, this token included
+  int num_tokens = p.num_tokens;          // of the same sequence
+  int tokens_after = num_tokens - token;  // this token included
   int split_keys = p.keys_per_split;
   if (p.num_sequences > 0) {
     sequence = sequence_of(q_row, cu_seqlens, p.num_sequences);
+    num_tokens = cu_seqlens[sequence + 1] - cu_seqlens[sequence];
     tokens_after = cu_seqlens[sequence + 1] - q_row;
     split_keys = sequence < p.first_sequence ? split_keys : int(p.keys_per_chunk_split);
   }
   const int context = clamp(context_lens[sequence * p.context_stride], 0, p.max_keys);
   const int position = tokens_after > 0 ? context - tokens_after : -1;  // -1: of no sequence
   const KeyRange keys = key_range(position, context, p.is_causal != 0, p.window);
-  const int begin = keys.first / split_keys;
-  int end = min((keys.stop + split_keys - 1) / split_keys, p.num_splits);
+  const int base = first_split_key(context, num_tokens, p.window);
+  const int begin = max(0, keys.first - base) / split_keys;
+  int end = min((keys.stop - base + split_keys - 1) / split_keys, p.num_splits);
   if (HAS_PREFIXES) {
     const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,
                                   context_lens, p.context_stride, p.num_places, p.max_keys);

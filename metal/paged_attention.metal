@@ -65,6 +65,9 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   const int max_keys = p.max_blocks * BLOCK_SIZE;
   const int context = clamp(context_lens[sequence * p.context_stride], 0, max_keys);
   int split_begin = split * p.keys_per_split;
+  if (SPLIT && HAS_WINDOW) {
+    split_begin += first_split_key(context, p.num_tokens, p.window);
+  }
   int slot_of_split = split;
   if (HAS_PREFIXES && split_begin < context) {
     const int own = first_own_key(sequence, p.keys_per_shared_split, int(lane), prefixes,

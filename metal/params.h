@@ -13,6 +13,9 @@
 #define MLX_PAGED_INT64 int64_t
 #endif
 
+// Splits of the keys that a window leaves begin at a multiple of so many keys.
+#define SPLIT_STEP 32
+
 struct AttentionParams {
   MLX_PAGED_INT64 q_strides[3];         // of sequence, head, token
   MLX_PAGED_INT64 out_strides[3];       // of sequence, head, token
@@ -31,7 +34,9 @@ struct AttentionParams {
   int max_blocks;      // M
   int group;           // query heads that share a KV head; 1 with a mapping
   int row_tiles;       // threadgroups that share the rows of a KV head
-  int keys_per_split;  // a split covers keys [split * keys_per_split, (split + 1) * keys_per_split)
+  // A split covers keys [split * keys_per_split, (split + 1) * keys_per_split), counted from
+  // first_split_key() of the sequence.
+  int keys_per_split;
   int num_splits;
   int window;      // the most keys that a query sees
   int rope_pairs;  // R / 2

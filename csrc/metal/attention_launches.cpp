@@ -13,7 +13,7 @@ constexpr int kSplitKeys = 512;
 constexpr int kMostSplitKeys = 2048;
 constexpr int kManyThreadgroups = 128;
 constexpr int kPlentyOfThreadgroups = 1024;
-constexpr int kTile = 32;  // keys that a simdgroup of the kernels takes at once
+constexpr int kTile = SPLIT_STEP;  // keys that a simdgroup of the kernels takes at once
 constexpr int64_t kMaxPartialBytes = 16 << 20;  // 1024 threadgroups with the most outputs
 
 int64_t num_rows(const AttentionInputs& in) {
@@ -200,6 +200,15 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
   return p;
 }
 
+// The most keys between the first one and the last one that a sequence of `num_tokens` sees.
+int most_visible_keys(const AttentionOptions& options, int num_tokens, int stored_keys) {
+  if (!options.window) {
+    return stored_keys;
+  }
+  return static_cast<int>(
+      std::min<int64_t>(stored_keys, int64_t{*options.window} + num_tokens - 1));
+}
+
 }  // namespace
 
 int affordable_splits(const AttentionInputs& in) {
@@ -208,12 +217,15 @@ int affordable_splits(const AttentionInputs& in) {
       std::clamp<int64_t>(kMaxPartialBytes / (num_rows(in) * row_bytes), 1, 2 * kMaxSplits));
 }
 
-Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int threadgroups,
-                  int most_splits) {
-  const int max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
-  if (options.return_attn || max_keys <= kSplitKeys) {
-    return {1, max_keys};
+Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int num_tokens,
+                  int threadgroups, int most_splits) {
+  const int stored_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
+  const int visible_keys = most_visible_keys(options, num_tokens, stored_keys);
+  if (options.return_attn || visible_keys <= kSplitKeys) {
+    return {1, stored_keys};
   }
+  // The splits begin up to a tile before the first visible key.
+  const int max_keys = std::min(stored_keys, visible_keys + kTile - 1);
   const auto num_threadgroups = [&](int keys) {
     return int64_t{threadgroups} * ceil_div(max_keys, keys);
   };

@@ -35,10 +35,11 @@ struct AttentionGeometry {
 int affordable_splits(const AttentionInputs& in);
 
 // Depends on shapes and options alone, so equal calls have equal results on every machine:
-// `threadgroups` are those of a split. A threadgroup whose split has no key that its rows see
-// leaves at once, and stores nothing.
-Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int threadgroups,
-                  int most_splits = kMaxSplits);
+// `num_tokens` are the most of a sequence, `threadgroups` those of a split. A window has splits for
+// the keys that it leaves, wherever these are. A threadgroup whose split has no key that its rows
+// see leaves at once, and stores nothing.
+Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int num_tokens,
+                  int threadgroups, int most_splits = kMaxSplits);
 
 // A launch of either kernel. By matrices it computes the sequences of a ragged batch from
 // num_decodes on, and zeros for the tokens after the last one.

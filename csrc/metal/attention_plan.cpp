@@ -101,7 +101,9 @@ AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOpti
   const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
   const int threadgroups = heads * row_tiles * (in.cu_seqlens ? 1 : in.q.shape(0));
   const int most = std::max(1, kMostThreadgroups / std::max(1, threadgroups));
-  const Splits splits = split_keys(in, options, threadgroups, is_decode ? most_splits : most);
+  const int num_tokens = in.cu_seqlens ? in.q.shape(0) - options.num_decodes : in.q.shape(2);
+  const Splits splits =
+      split_keys(in, options, num_tokens, threadgroups, is_decode ? most_splits : most);
   const int of_no_sequence = in.cu_seqlens ? 1 : 0;  // for tokens after the last sequence
   return {true, heads, group, rows, row_tiles + of_no_sequence, splits};
 }
@@ -113,7 +115,8 @@ AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOption
   const int group = in.q.shape(1) / heads, num_rows = group * in.q.shape(2);
   const int rows = std::min(num_rows > 2 ? kMaxSharedRows : num_rows, most_shared_rows(in));
   const int row_tiles = ceil_div(num_rows, rows);
-  const Splits splits = split_keys(in, options, heads * row_tiles * in.q.shape(0), most_splits);
+  const int threadgroups = heads * row_tiles * in.q.shape(0);
+  const Splits splits = split_keys(in, options, in.q.shape(2), threadgroups, most_splits);
   return {false, heads, group, rows, row_tiles, splits};
 }
 
@@ -143,7 +146,7 @@ std::optional<AttentionGeometry> shared_geometry(const AttentionInputs& in,
     own = geometry(in, options, most_own);
   }
   const int room = std::min(affordable - own.splits.count, kMaxSplits);
-  Splits splits = split_keys(in, options, heads * ceil_div(batch, together), room);
+  Splits splits = split_keys(in, options, 1, heads * ceil_div(batch, together), room);
   splits.shared_keys = splits.keys;
   splits.stored += own.splits.count;
   return AttentionGeometry{true, heads, group, rows, 1, splits, true};
@@ -192,7 +195,7 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
     const int row_tiles = chunks.row_tiles - 1;  // without that of the tokens after the last one
-    rows.splits = split_keys(in, options, chunks.head_slots * row_tiles);
+    rows.splits = split_keys(in, options, 1, chunks.head_slots * row_tiles);
     rows.splits.stored = chunks.splits.stored = std::max(rows.splits.count, chunks.splits.count);
     return with_merge(
         {attention_launch(in, options, chunks), attention_launch(decodes, options, rows)}, in,

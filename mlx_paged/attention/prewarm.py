@@ -17,11 +17,11 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT
+from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT, MOST_TOGETHER
 
 NUM_BLOCKS = 2
-SHARING = (32,)
-"""Sequences that may share keys: many. Calls of few have a pipeline of their own."""
+SHARING = range(2, MOST_TOGETHER + 1)
+"""Sequences that share keys. Larger numbers have the pipelines of the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,19 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged:
         return
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
+    # A short window and a long chunk may see enough keys to be split.
+    of_chunks = options | {"window": kind.window and LONG_CONTEXT}
     scales = {name: arrays[0] for name, arrays in pool.scales.items()}
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
 
     def dispatch(op: Callable[..., Any], q: mx.array, **arrays: mx.array) -> None:
-        call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], **arrays, **options, **scales)
-        pipelines = {launch["pipeline"] for launch in call["launches"]}
-        if not pipelines <= dispatched:
-            mx.eval(op(q, pool.k, pool.v, **arrays, **options, **pool.scales))
-            dispatched.update(pipelines)
+        for given in (options, of_chunks):
+            call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], **arrays, **given, **scales)
+            pipelines = {launch["pipeline"] for launch in call["launches"]}
+            if not pipelines <= dispatched:
+                mx.eval(op(q, pool.k, pool.v, **arrays, **given, **pool.scales))
+                dispatched.update(pipelines)
 
     in_chunks = ops.serves_chunks(kind.q_dtype, shape.head_dim, shape.v_head_dim)
     in_chunks &= bool(scales) or kind.q_dtype == shape.dtype

@@ -212,7 +212,11 @@ def _take_attention(
         v = k[..., : v.shape[3]]  # latents
     given: dict[str, Any] = {"scale": 1.0, "causal": options[3], **_scales(k, v)}
     for name, is_given, value in zip(
-        ("window", "sinks", "softcap"), options, (1, _zeros((heads,), dtype), 1.0), strict=False
+        ("window", "sinks", "softcap"),
+        options,
+        # Long tables are split if the window is long too, and are not if it is short.
+        (LONG_CONTEXT, _zeros((heads,), dtype), 1.0),
+        strict=False,
     ):
         given[name] = value if is_given else None
     q = _zeros((sequences, heads, length, head_dim), dtype)

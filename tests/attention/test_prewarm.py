@@ -55,18 +55,20 @@ def pipelines(call: dict[str, Any]) -> set[str]:
     return {launch["pipeline"] for launch in call["launches"]}
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("block_size", [8, 16, 512], ids="S{}".format)
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256], ids="D{}".format)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8], ids="G{}".format)
+@pytest.mark.parametrize("window", [None, 128, 500, 1024])
 def test_every_plan_of_attention_was_dispatched(
-    group, head_dim, latent, block_size, gpu, monkeypatch
+    window, group, head_dim, latent, block_size, gpu, monkeypatch
 ):
-    """Whatever the number of sequences, of tokens of each and of columns of the tables."""
+    """Whatever the number of sequences, of tokens of each, of columns of the tables, and of
+    sequences that share keys."""
     kv_heads = 1 if latent else 2
     shape = KVShape(kv_heads, head_dim, head_dim - 16 * latent, mx.float16, latent)
-    kind = prewarm.AttentionKind(shape, kv_heads * group, mx.float16, None, False)
+    kind = prewarm.AttentionKind(shape, kv_heads * group, mx.float16, window, False)
     dispatched: list[dict[str, Any]] = []
 
     def attention(q, k_cache, v_cache, *arrays, **options):
@@ -78,14 +80,26 @@ def test_every_plan_of_attention_was_dispatched(
     prewarm.prewarm([kind], block_size)
     warmed = set().union(*(pipelines(call) for call in dispatched))
     pool = prewarm.KVPool([shape], 1, block_size)
-    for batch, length, columns in product((1, 2, 5, 64, 200), range(1, 10), (1, 2, 40, 600)):
+    lengths = *range(1, 10), 600
+    for batch, length, columns in product((1, 2, 5, 64, 200), lengths, (1, 2, 40, 600)):
         call = _ext.metal.plan_attention(
             mx.zeros((batch, kind.num_heads, length, head_dim), mx.float16),
             *(pool.k[0], pool.v[0]),
             *(mx.zeros((batch, columns), mx.int32), mx.zeros((batch,), mx.int32)),
             scale=1.0,
+            window=window,
         )
         assert pipelines(call) <= warmed, (batch, length, columns)
+    for batch, columns in product((2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 200), (40, 600)):
+        call = _ext.metal.plan_attention(
+            mx.zeros((batch, kind.num_heads, 1, head_dim), mx.float16),
+            *(pool.k[0], pool.v[0]),
+            *(mx.zeros((batch, columns), mx.int32), mx.zeros((batch,), mx.int32)),
+            scale=1.0,
+            window=window,
+            shared_prefixes=mx.zeros((2, batch), mx.int32),
+        )
+        assert pipelines(call) <= warmed, (batch, columns)
     assert len(dispatched) <= len(warmed)
 
 

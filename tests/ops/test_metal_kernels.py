@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import Engine
+from mlx_paged import Engine, _ext
 from tests.metal_emulator import Mode
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 from tests.support.ops.metal_runner import MetalRunner
@@ -118,7 +118,7 @@ class TestAttention:
         assert_matches_float64(metal, random_case([45], head_dim=64, v_head_dim=320))
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
+    @pytest.mark.parametrize("option", ["sinks", "window_750", "float_mask"])
     def test_latents_of_split_contexts(self, any_metal, option):
         case = latent_case([4097, 0], 512, 64, num_heads=3, options=[option])
         assert_matches_float64(any_metal, case)
@@ -218,7 +218,7 @@ class TestAttention:
         assert len(any_metal.trace.kernels) == 2
 
     @pytest.mark.sampled(6)
-    @pytest.mark.parametrize("options", [[], ["window_21"], ["sinks"]], ids=str)
+    @pytest.mark.parametrize("options", [[], ["window_750"], ["sinks"]], ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 3], ids="L{}".format)
     def test_splits_without_keys_store_nothing_and_are_not_read(self, metal, options, num_tokens):
         """The scratch memory of the emulator is NaN."""
@@ -239,8 +239,16 @@ class TestAttention:
         assert_matches_float64(metal, case)
         assert len(metal.trace.kernels) == 2
 
+    @pytest.mark.parametrize(("window", "splits"), [(1, 1), (512, 1), (513, 3), (1024, 5)])
+    def test_a_window_has_splits_for_the_keys_that_it_leaves(self, window, splits):
+        """Which begin up to 31 keys before the first of them."""
+        for num_blocks in (65, 2000):
+            case = random_case([1], options=["sinks"], spare_columns=num_blocks - 1)
+            call = _ext.metal.plan_attention(*case.arrays, scale=1.0, window=window)
+            assert call["launches"][0]["grid"][2] == splits
+
     @pytest.mark.slow
-    @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
+    @pytest.mark.parametrize("option", ["sinks", "window_750", "float_mask"])
     def test_options_of_split_contexts(self, any_metal, option):
         case = random_case([4097, 0], num_heads=2, num_kv_heads=1, options=[option])
         assert_matches_float64(any_metal, case)

@@ -124,7 +124,7 @@ class TestOneLength:
 
     @pytest.mark.sampled(20)
     @pytest.mark.parametrize("contexts", [[1300], [600, 3, 1100]], ids=["one", "several"])
-    @pytest.mark.parametrize("options", [(), ("sinks",), ("window_21",), ("non_causal",)], ids=str)
+    @pytest.mark.parametrize("options", [(), ("sinks",), ("window_750",), ("non_causal",)], ids=str)
     def test_split_contexts(self, any_metal, contexts, options):
         assert_matches_float64(any_metal, by_matrices(contexts, 5, options=options))
         assert any_metal.trace.kernels[1:] == ["merge_splits_half_v32"]
@@ -182,7 +182,7 @@ class TestDifferentLengths:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("num_decodes", [0, 1])
-    @pytest.mark.parametrize("options", [(), ("sinks", "window_21"), ("sinks",)], ids=str)
+    @pytest.mark.parametrize("options", [(), ("sinks", "window_750"), ("sinks",)], ids=str)
     def test_split_contexts(self, any_metal, options, num_decodes):
         """One merge for decodes and chunks."""
         case = ragged_case(

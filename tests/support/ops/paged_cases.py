@@ -236,6 +236,7 @@ OPTIONS = {
     "window_1": lambda rng, case: {"window": 1},
     "window_s": lambda rng, case: {"window": case.block_size},
     "window_21": lambda rng, case: {"window": 21},
+    "window_750": lambda rng, case: {"window": 750},  # more keys than a call without splits has
     "window_large": lambda rng, case: {"window": 10**6},
     "non_causal_window": lambda rng, case: {"causal": False, "window": 21},
     "sinks": lambda rng, case: {"sinks": 1.5 * _per_head(rng, case)},
