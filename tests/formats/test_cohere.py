@@ -32,6 +32,11 @@ CASES = [
         [START, f'[{{"tool_name": "f", "parameters": {QUOTED}}}]', END],
         [Call("f", QUOTED)],
     ),
+    Case(
+        "a name with a space",
+        [START, '[{"tool_name": "f g", "parameters": {}}]', END],
+        [Text(f'{START}[{{"tool_name": "f g", "parameters": {{}}}}]{END}')],
+    ),
     Case("no action", "Action: ```json\n[1]\n```", [Text("Action: ```json\n[1]\n```")]),
     Case("cut", [START, f"[{F}, {G[:9]}"], [CALLS[0], Text(f", {G[:9]}")], {"is_cut": True}),
     Case("a response", [RESPONSE, "a", RESPONSE_END], [Text("a")], {"vocabularies": (MARKS,)}),

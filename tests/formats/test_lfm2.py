@@ -25,6 +25,7 @@ CASES = [
     Case("marks in a string", [START, QUOTED, END], [Call("f", '{"x": "<|tool_call_end|>"}')]),
     Case("no end", [START, "[g()]"], CALLS[1:]),
     Case("a comma at the end", [START, "[g(),]", END], CALLS[1:]),
+    Case("a semicolon", [START, "[g(); g()]", END], [Text(f"{START}[g(); g()]{END}")]),
     Case("no list", [START, "g()", END], [Text(f"{START}g(){END}")]),
     Case("no keyword", [START, "[g('a')]", END], [Text(f"{START}[g('a')]{END}")]),
     Case("quotes in a string", [START, "[f(x='it's')]", END], [Call("f", '{"x": "it\'s"}')]),
