@@ -9,16 +9,10 @@ from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 
 from bench import admission
 from bench.admission import CALLS, Cost, LiveBatch, cost_of, token_bytes
-from bench.models import llama_model
 from mlx_paged import make_prompt_cache
 
 ROWS, TOKENS = 3, 40
 SMALL = ["--model=tiny", f"--rows={ROWS}", f"--tokens={TOKENS}", "--rounds=1"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llama_model("tiny")
 
 
 def rows_of(cache) -> list[np.ndarray]:

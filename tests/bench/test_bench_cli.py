@@ -11,7 +11,7 @@ import pytest
 from bench import machine, memory, stalls
 from bench.command import table, text_of
 from bench.flags.clock import Clock
-from bench.models import llama_model, random_prompts
+from bench.models import random_prompts
 from mlx_paged.ops.cpu_layers import mlx_linear
 from mlx_paged.scheduler.budget import MIN_CHUNK
 
@@ -27,11 +27,6 @@ class Outputs:
         self.result = json.loads(last)
         about_machine = ("slow BLAS", "busy machine")
         self.err = [e for e in captured.err.splitlines() if not e.startswith(about_machine)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llama_model("tiny")
 
 
 @pytest.mark.parametrize(

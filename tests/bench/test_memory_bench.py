@@ -6,16 +6,11 @@ import math
 import pytest
 
 from bench import memory
-from bench.models import llama_model, random_prompts
+from bench.models import random_prompts
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 TOKEN_BYTES = 2 * 2 * 32 * 4  # K and V, two layers, one head of 32 float32
 OPTIONS = ["--model=tiny", "--n=3", "--max-tokens=9", "--block-size=8", "--own-tokens=6"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return llama_model("tiny")
 
 
 def run(capsys, *options):

@@ -37,11 +37,6 @@ def prompts_of(lengths, seed: int = 0) -> list[list[int]]:
 PROMPTS = prompts_of(LENGTHS)
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
 def joining_and_leaving(model, prompts) -> list[list[int]]:
     """Tokens of BatchGenerator when requests of 4 to 15 tokens arrive in three waves."""
     generator = BatchGenerator(

@@ -15,7 +15,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_paged.drop_in import kv_caches
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import construction, make_prompt_cache
-from mlx_paged.drop_in.patch import patched_mlx_lm, unpatch_mlx_lm
+from mlx_paged.drop_in.patch import unpatch_mlx_lm
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     blocks_in_use,
@@ -24,6 +24,9 @@ from tests.support.drop_in.prompt_cache_cases import (
 )
 from tests.support.models.architectures import build
 from tests.support.models.tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("patched")
+
 
 WINDOW = 12
 ARGUMENTS = {
@@ -35,12 +38,6 @@ ARGUMENTS = {
 MAKE = {name: partial(getattr(kv_caches, name), *args) for name, args in ARGUMENTS.items()}
 MAKE["KVCache"] = lambda: stock.KVCache()
 SHAPES = {"heads": (2, 16, 16), "one head": (1, 16, 16), "latent": (1, 24, 8)}
-
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
 
 
 def make_stock(name: str):

@@ -6,7 +6,6 @@ import pytest
 from mlx_paged import OutOfBlocksError
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
 from tests.support.drop_in.prompt_cache_cases import (
@@ -22,16 +21,7 @@ from tests.support.drop_in.prompt_cache_cases import (
 )
 from tests.support.models.tiny_models import tiny_model
 
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
+pytestmark = pytest.mark.usefixtures("patched")
 
 
 def kv(tokens: int, value: float, rows: int = 1) -> list[mx.array]:

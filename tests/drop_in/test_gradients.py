@@ -11,7 +11,6 @@ from mlx.utils import tree_flatten
 
 from mlx_paged import ops
 from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.patch import patched_mlx_lm
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     check_integrity,
@@ -22,6 +21,9 @@ from tests.support.drop_in.prompt_cache_cases import (
 from tests.support.models.architectures import build
 from tests.support.ops.numpy_reference import paged_attention_numpy
 
+pytestmark = pytest.mark.usefixtures("patched")
+
+
 MODELS = ("llama", "qwen2", "gemma3", "deepseek_v3")
 PREFIX, *TEXTS = (
     np.random.default_rng(i).integers(0, 64, n).tolist() for i, n in enumerate((18, 23, 9))
@@ -29,12 +31,6 @@ PREFIX, *TEXTS = (
 """Longer than a window of gemma3; the second text makes the pool grow."""
 
 paged = partial(make_prompt_cache, block_size=BLOCK)
-
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
 
 
 def loss(model, tokens, cache) -> mx.array:

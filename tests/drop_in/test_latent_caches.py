@@ -12,7 +12,6 @@ from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.shapes import KVShape
@@ -31,6 +30,9 @@ from tests.support.drop_in.prompt_cache_cases import (
 from tests.support.models.architectures import VOCAB, build
 from tests.support.ops.paged_cases import memory_limit
 
+pytestmark = pytest.mark.usefixtures("patched")
+
+
 RANK, ROPE = 16, 8
 LATENT = KVShape(1, RANK + ROPE, RANK, mx.float32, latent=True)
 NUM_LAYERS = {
@@ -47,12 +49,6 @@ NUM_DECODES = 6
 _rng = np.random.default_rng(7)
 PROMPTS = [_rng.integers(1, VOCAB, length).tolist() for length in (23, 5, 14)]
 TOKENS = _rng.integers(1, VOCAB, (len(PROMPTS), NUM_DECODES)).tolist()
-
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -28,15 +28,9 @@ from tests.support.drop_in.prompt_cache_cases import (
     same,
     stock_filled,
 )
-from tests.support.models.tiny_models import tiny_model
 
 BLOCK, WINDOW, STEP = 4, 32, 16
 HEADS_AND_DIMS = {"full": (2, 8, 8), "windowed": (2, 8, 8), "latent": (1, 16, 4)}
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 @pytest.fixture(params=["reserved", "plain"])

@@ -10,17 +10,11 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_paged import patched_mlx_lm
-from mlx_paged.loading import load_model
 
 STOCK = {"make": make_logits_processors}
 """The patch rebinds names of modules, but not this value."""
 
 OUTSIDE = (1792, 5_000_000, 2**31 - 1, -1)
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return load_model()
 
 
 @pytest.mark.parametrize("token", OUTSIDE)

@@ -28,18 +28,12 @@ from mlx_paged.drop_in.patch import (
     patched_mlx_lm,
     unpatch_mlx_lm,
 )
-from mlx_paged.loading import load_model
 from mlx_paged.ops import BUILT_WITH
 from tests.support.models.tiny_models import tiny_model
 
 mlx_eval = mx.eval
 
 GENERATE = sys.modules["mlx_lm.generate"]
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return load_model()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 
 from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
@@ -23,11 +22,7 @@ from tests.support.drop_in.prompt_cache_cases import (
 )
 from tests.support.models.tiny_models import tiny_model
 
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
+pytestmark = pytest.mark.usefixtures("patched")
 
 
 def model_in(dtype: mx.Dtype, model_type: str = "llama"):

@@ -15,7 +15,6 @@ from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
 from mlx_paged.drop_in.base_cache import StepView
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import KVCache, PagedKVCache, RotatingKVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.runner.model_probe import leaves
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
@@ -34,19 +33,11 @@ from tests.support.drop_in.prompt_cache_cases import (
 from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, build
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 
+pytestmark = pytest.mark.usefixtures("patched")
+
+
 KERNEL_MODELS = ("llama", "qwen3", "gemma3_text", "gpt_oss", "jamba", "deepseek_v3")
 GATHER_MODELS = ("gemma2",)
-
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 @pytest.mark.sampled(21)

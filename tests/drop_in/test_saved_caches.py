@@ -14,7 +14,6 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.drop_in.caches import as_paged, make_prompt_cache, unpaged_prompt_cache
 from mlx_paged.drop_in.kv_caches import KVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
 from tests.support.drop_in import saved_cache_script
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
@@ -31,26 +30,18 @@ from tests.support.drop_in.prompt_cache_cases import (
 from tests.support.drop_in.saved_cache_script import MODELS
 from tests.support.models.tiny_models import tiny_model
 
+pytestmark = pytest.mark.usefixtures("patched")
+
+
 WINDOW = 12
 """Of the tiny gemma3_text."""
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
-
-
 @pytest.fixture
 def file(tmp_path):
     return str(tmp_path / "cache.safetensors")
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")

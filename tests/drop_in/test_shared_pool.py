@@ -32,18 +32,9 @@ from tests.support.drop_in.prompt_cache_cases import (
     stock_make_prompt_cache,
     tokens_written,
 )
-from tests.support.models.tiny_models import solo_greedy, tiny_model
+from tests.support.models.tiny_models import solo_greedy
 
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
+pytestmark = pytest.mark.usefixtures("patched")
 
 
 def test_rejected_drafts_give_their_blocks_back(llama):

@@ -11,7 +11,6 @@ from mlx_lm.models import cache as stock
 from mlx_paged import OutOfBlocksError
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.drop_in.caches import as_paged, make_prompt_cache
-from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.kv.blocks import ceil_div
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
@@ -25,15 +24,12 @@ from tests.support.drop_in.prompt_cache_cases import (
 )
 from tests.support.models.architectures import VOCAB, build
 
+pytestmark = pytest.mark.usefixtures("patched")
+
+
 MODELS = ("gemma3", "gpt_oss", "cohere2", "exaone4", "gemma3n", "olmo3", "mimo_v2_flash")
 WINDOW = 8
 TEXT = np.random.default_rng(3).integers(0, VOCAB, 400).tolist()
-
-
-@pytest.fixture(autouse=True)
-def _patched():
-    with patched_mlx_lm(block_size=BLOCK):
-        yield
 
 
 def windowed(name: str = "gemma3", window: int = WINDOW, **changes):

@@ -9,15 +9,10 @@ import pytest
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.loading import load_model
-from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
 
 
 @pytest.fixture

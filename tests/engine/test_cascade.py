@@ -70,11 +70,6 @@ def test_every_architecture(model_type):
     assert (engine.stats.shared_keys > 0) == is_shared
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv_bits", [None, 8, 4])

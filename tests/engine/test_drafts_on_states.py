@@ -8,8 +8,11 @@ from mlx_paged import Engine, SamplingParams
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.architectures import VOCAB, build
-from tests.support.simulation.injected_drafts import InjectedDrafter, every_guess
+from tests.support.simulation.injected_drafts import InjectedDrafter
 from tests.support.simulation.solo_runs import MlxLmSolo, solo_run
+
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 FAMILIES = ("jamba", "mamba", "mamba2", "qwen3_5", "nemotron_h", "lfm2", "kimi_linear", "rwkv7")
 FAMILIES += ("recurrent_gemma", "falcon_h1", "baichuan_m1", "longcat_flash_ngram")
@@ -18,12 +21,6 @@ two modules share, that the model itself keeps, and that no module can compute i
 
 OTHERS = ("qwen3_next", "granitemoehybrid", "plamo2", "olmo_hybrid", "gear", "bailing_moe_linear")
 OTHERS += ("bailing_hybrid", "bailing_moe_v3", "kimi_k3", "qwen3_5_moe", "prism_hadamard_qwen35")
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """Whoever has a guess gets drafts: how many must not depend on how fast this machine is."""
-    monkeypatch.setattr(Speculation, "_depths", every_guess)
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, FinishReason, SamplingParams
-from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 INTEGERS = (
     *("block_size", "kv_memory", "num_blocks", "max_kv_tokens", "max_running", "prefill_chunk"),
@@ -15,16 +15,6 @@ INTEGERS = (
 )
 """Arguments of an engine."""
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def engine(model):
-    return Engine(model, block_size=4, num_blocks=64, prefill_chunk=16, max_running=8)
 
 
 def test_max_tokens_ends_with_length(engine):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine
-from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 BLOCK = 8
 RNG = np.random.default_rng(1)
@@ -13,11 +13,6 @@ SYSTEM = RNG.integers(0, VOCAB, 43).tolist()
 
 def text(num_tokens: int) -> list[int]:
     return RNG.integers(0, VOCAB, num_tokens).tolist()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
 
 
 @pytest.fixture

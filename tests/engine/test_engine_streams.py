@@ -6,20 +6,10 @@ import threading
 import pytest
 
 from mlx_paged import Engine
-from tests.support.models.tiny_models import solo_greedy, tiny_model
+from tests.support.models.tiny_models import solo_greedy
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
-@pytest.fixture
-def engine(model):
-    return Engine(model, block_size=4, num_blocks=64, prefill_chunk=16, max_running=8)
 
 
 def assert_nothing_is_left(engine: Engine) -> None:

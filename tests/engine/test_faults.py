@@ -9,15 +9,10 @@ import pytest
 
 from mlx_paged import Engine, FinishReason
 from mlx_paged.engine.pipeline import deferred_interrupts
-from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 25, 14, 31, 6)]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,6 @@ PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
 BLOCK = 4
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
 def make_engine(model, **options) -> Engine:
     return Engine(
         model, **({"block_size": BLOCK, "num_blocks": 256, "prefill_chunk": 16} | options)

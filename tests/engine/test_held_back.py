@@ -24,11 +24,6 @@ SHORT, LONG, OTHER = (
 CHUNK, TOKENS = 16, 14
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
-
-
 def make_engine(model, **options):
     options = {
         "block_size": 4,

@@ -9,16 +9,11 @@ import pytest
 
 from mlx_paged import Engine
 from mlx_paged.request import FinishReason
-from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 PROMPTS = [[5, 9, 77, 3, 21, 64, 8], [8, 64, 21], [1, 2, 3, 4]]
 INNER = [9, 8, 7]
 SECONDS = 60
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
 
 
 @pytest.fixture(params=[True, False], ids=["ahead", "plain"])

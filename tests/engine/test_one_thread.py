@@ -8,7 +8,7 @@ import pytest
 
 from mlx_paged import Engine, ops
 from tests.support import TIMEOUT
-from tests.support.models.tiny_models import solo_greedy, tiny_model
+from tests.support.models.tiny_models import solo_greedy
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]
@@ -42,11 +42,6 @@ class Gate:
         self.inside.set()
         assert self.opened.wait(TIMEOUT)
         return logits
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model("llama")
 
 
 @pytest.fixture

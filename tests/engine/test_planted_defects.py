@@ -15,7 +15,6 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
-from mlx_paged.kv_disk import tier
 from mlx_paged.request import Request
 from mlx_paged.sampling import sampler
 from mlx_paged.sampling.grammar import GrammarState
@@ -26,12 +25,7 @@ from mlx_paged.scheduler.turns import Turn
 from tests.support.simulation.fake_model import FakePool, FakeRunner, FakeTransfer
 from tests.support.simulation.schedules import run_schedule
 
-
-@pytest.fixture(autouse=True)
-def limits_of_the_disk(monkeypatch):
-    """Simulated lives draw these; other tests need the real ones."""
-    for name in ("STEP_BYTES", "WAIT"):
-        monkeypatch.setattr(tier, name, getattr(tier, name))
+pytestmark = pytest.mark.usefixtures("limits_of_the_disk")
 
 
 def loads_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,11 +32,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
 def make_engine(model, **options):
     return Engine(model, **({"block_size": 4, "num_blocks": 400, "max_running": 5} | options))
 

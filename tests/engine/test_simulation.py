@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.kv_disk import tier
 from tests.support.simulation import schedules as simulation
 from tests.support.simulation.fake_model import FakePool
 from tests.support.simulation.schedules import COUNTED, EVIDENCE, main, run_schedule
+
+pytestmark = pytest.mark.usefixtures("limits_of_the_disk")
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,13 +26,6 @@ def counted(model: str, seed: int, num_schedules: int) -> Counter[str]:
         assert failure is None, f"{failure!r} in schedule {index} of {seed}"
         totals.update(counts)
     return totals
-
-
-@pytest.fixture(autouse=True)
-def limits_of_the_disk(monkeypatch):
-    """Simulated lives draw these; other tests need the real ones."""
-    for name in ("STEP_BYTES", "WAIT"):
-        monkeypatch.setattr(tier, name, getattr(tier, name))
 
 
 @pytest.mark.sampled(2)

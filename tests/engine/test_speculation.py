@@ -13,17 +13,14 @@ from mlx_paged.engine.config import DRAFTERS
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.tiny_models import VOCAB, tiny_model
-from tests.support.simulation.injected_drafts import InjectedDrafter, every_guess
+from tests.support.simulation.injected_drafts import InjectedDrafter
 from tests.support.simulation.solo_runs import MlxLmSolo, solo_run
+
+pytestmark = pytest.mark.usefixtures("eager")
+
 
 ARCHITECTURES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral")
 """Full attention, windows, windows with sinks, latents, experts."""
-
-
-@pytest.fixture(autouse=True)
-def eager(monkeypatch):
-    """Whoever has a guess gets drafts: how many must not depend on how fast this machine is."""
-    monkeypatch.setattr(Speculation, "_depths", every_guess)
 
 
 def engine_with(model, share: float, **options: object) -> Engine:

@@ -21,11 +21,6 @@ from tests.support.models.tiny_models import tiny_model
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
-
-
 @pytest.fixture
 def mac(monkeypatch) -> FakeMac:
     return fake_mac(monkeypatch, "M4 Pro, 24 GB")

@@ -11,14 +11,8 @@ from mlx_paged import BatchGenerator, Engine, EngineService
 from mlx_paged.kv.limits import HeldLimits
 from tests.support import TIMEOUT
 from tests.support.fake_macs import GB, FakeMac, fake_mac
-from tests.support.models.tiny_models import tiny_model
 
 BEFORE = 12345
-
-
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_model("llama")
 
 
 @pytest.fixture

@@ -10,12 +10,6 @@ from mlx_paged import Engine
 from mlx_paged.engine.pipeline import StepPipeline
 from mlx_paged.loading import load_model
 from mlx_paged.metrics.recorder import GcPauses
-from tests.support.simulation.fake_model import FakeClock
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 @pytest.fixture

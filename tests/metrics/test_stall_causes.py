@@ -16,19 +16,13 @@ from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import PARTS
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.support.models.tiny_models import tiny_model
-from tests.support.simulation.fake_model import FakeClock, FakeRunner
+from tests.support.simulation.fake_model import FakeRunner
 from tests.support.simulation.hash_model import VOCAB
 
 STALL = 0.3
 WARM_UP = 20
 BLOCK = 4
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    """Time passes only where a test advances it."""
-    return FakeClock()
 
 
 @pytest.fixture

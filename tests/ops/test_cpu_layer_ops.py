@@ -24,15 +24,12 @@ from tests.support.ops.layer_cases import (
 )
 from tests.support.ops.numpy_quantization import hadamard
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 layers = _ext.layers
 
 BASE = 10000.0
-
-
-@pytest.fixture(autouse=True)
-def _cpu():
-    with mx.stream(mx.cpu):
-        yield
 
 
 def assert_conditioned(got: mx.array, want: np.ndarray, argument: np.ndarray) -> None:

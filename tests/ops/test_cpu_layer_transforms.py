@@ -11,13 +11,10 @@ from mlx_paged import _ext
 from mlx_paged.ops.cpu_layers import rope_frequencies
 from tests.support.ops.numpy_quantization import hadamard
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 layers = _ext.layers
-
-
-@pytest.fixture(autouse=True)
-def _cpu():
-    with mx.stream(mx.cpu):
-        yield
 
 
 def random(*shape: int, seed: int = 0) -> mx.array:

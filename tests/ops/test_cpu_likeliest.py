@@ -19,13 +19,10 @@ from tests.support.ops.layer_cases import (
     random,
 )
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 layers = _ext.layers
-
-
-@pytest.fixture(autouse=True)
-def _cpu():
-    with mx.stream(mx.cpu):
-        yield
 
 
 @pytest.mark.parametrize("layout", ["dense", "inner", "strided", "transposed"])

@@ -16,19 +16,7 @@ from tests.support.ops.paged_cases import (
     worst_error,
 )
 
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    """The CPU has both kernels for any shape."""
-    with mx.stream(mx.cpu):
-        yield
-
-
-@pytest.fixture(params=["native", "reference"])
-def kernel(request, monkeypatch):
-    """Both answers; a CPU stream would always choose the compiled kernel."""
-    answer_by(monkeypatch, lambda *_: request.param)
-    return request.param
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 class TestLayers:

@@ -16,7 +16,6 @@ from tests.support.ops.paged_cases import (
     MANY_OPTIONS,
     OPTIONS,
     TOLERANCE,
-    answer_by,
     as_numpy,
     assert_matches_float64,
     attend,
@@ -26,14 +25,10 @@ from tests.support.ops.paged_cases import (
     worst_error,
 )
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    """The CPU has both kernels for any shape."""
-    with mx.stream(mx.cpu):
-        yield
 
 
 def strided(a):
@@ -41,13 +36,6 @@ def strided(a):
     spread = mx.repeat(mx.contiguous(a.T), 2, axis=0).T[..., ::2]
     mx.eval(spread)
     return spread
-
-
-@pytest.fixture(params=["native", "reference"])
-def kernel(request, monkeypatch):
-    """Both answers; a CPU stream would always choose the compiled kernel."""
-    answer_by(monkeypatch, lambda *_: request.param)
-    return request.param
 
 
 class TestAttention:

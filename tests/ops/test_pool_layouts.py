@@ -5,14 +5,10 @@ import pytest
 
 from mlx_paged import copy_blocks, ops, paged_attention, write_kv
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 HEADS, NUM_BLOCKS, BLOCK_SIZE, DIM = 4, 4, 6, 8
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    """The CPU has both kernels for any shape."""
-    with mx.stream(mx.cpu):
-        yield
 
 
 @pytest.fixture(params=["native", "reference"])

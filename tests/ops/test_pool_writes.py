@@ -10,32 +10,20 @@ from mlx_paged.ops import fallback
 from tests.support.ops.numpy_reference import copy_blocks_numpy, write_kv_numpy
 from tests.support.ops.paged_cases import (
     LAYOUTS,
-    answer_by,
     as_numpy,
     memory_limit,
     primitives,
     with_layout,
 )
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 HEADS, NUM_BLOCKS, BLOCK_SIZE = 3, 7, 4
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
 
 WIDTHS = pytest.mark.parametrize(("head_dim", "v_head_dim"), [(8, 8), (6, 3), (1, 5)], ids=str)
 DTYPES = pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    """The CPU has both kernels for any shape."""
-    with mx.stream(mx.cpu):
-        yield
-
-
-@pytest.fixture(params=["native", "reference"])
-def kernel(request, monkeypatch):
-    """Both answers; a CPU stream would always choose the compiled kernel."""
-    answer_by(monkeypatch, lambda *_: request.param)
-    return request.param
 
 
 def random(*shape, dtype=mx.float32):

@@ -15,7 +15,6 @@ from tests.support.ops.paged_cases import (
     LAYOUTS,
     MANY_OPTIONS,
     TOLERANCE,
-    answer_by,
     hide_blocks,
     leave_range,
     primitives,
@@ -25,22 +24,12 @@ from tests.support.ops.paged_cases import (
 from tests.support.ops.quantized_cases import quantized_case
 from tests.support.ops.ragged_cases import LENGTHS, Ragged
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 HEADS, NUM_BLOCKS, BLOCK_SIZE = 3, 7, 4
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 every_format = pytest.mark.parametrize("kv_bits", BITS)
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    with mx.stream(mx.cpu):
-        yield
-
-
-@pytest.fixture(params=["native", "reference"])
-def kernel(request, monkeypatch):
-    """Both answers; a CPU stream would always choose the compiled kernel."""
-    answer_by(monkeypatch, lambda *_: request.param)
-    return request.param
 
 
 def empty_pool(kv_bits, dims=(64, 64), layout="NHSD"):

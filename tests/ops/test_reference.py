@@ -24,14 +24,10 @@ from tests.support.ops.paged_cases import (
     worst_error,
 )
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 8, 16, 8
-
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    """Where float32 keeps its 24 bits."""
-    with mx.stream(mx.cpu):
-        yield
 
 
 def dense_attention(q, k, v, causal=True):

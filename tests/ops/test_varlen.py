@@ -12,11 +12,7 @@ from mlx_paged.ops import dispatch
 from tests.support.ops.paged_cases import TOLERANCE, answer_by, as_numpy, primitives, worst_error
 from tests.support.ops.ragged_cases import LENGTHS, Ragged, ragged_case
 
-
-@pytest.fixture(autouse=True)
-def on_cpu():
-    with mx.stream(mx.cpu):
-        yield
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 @pytest.fixture(params=["native", "reference", "single tokens"])
