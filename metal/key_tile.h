@@ -67,7 +67,7 @@ inline void load_row(const device T* head, uint offset, int lane,
   }
 }
 
-// Half of two sums over two lanes, of which one has the bit: that one gets the second sum.
+// A sum over two lanes: of `second` in the lane that has the bit, of `first` in the other lane.
 inline float exchange(float first, float second, bool has_bit, ushort bit) {
   const float kept = has_bit ? second : first;
   const float given = has_bit ? first : second;

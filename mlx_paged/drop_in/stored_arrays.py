@@ -58,7 +58,7 @@ def stored_arrays_hook() -> Iterator[None]:
 
 
 def _references(items: Iterable[Any]) -> int:
-    """How many references an item has that nobody keeps, in a loop over `items`."""
+    """The reference count of the first item in a loop over `items`."""
     return next(sys.getrefcount(item) for item in items)
 
 

@@ -71,11 +71,14 @@ _limits = _Limits()
 
 
 class HeldLimits:
-    """MLX's wired limit is what Metal recommends, and MLX keeps at most `cache` bytes of freed
-    buffers, until `holder` dies or :attr:`release` is called; the last one restores both. When the
-    last `holder` dies, MLX gives back what it keeps: an owner has it as the last attribute, which
-    dies after the owner's arrays. The garbage collector, which has an order of its own, knows no
-    array of numpy. :attr:`cache` is less than was asked for if the former limit is."""
+    """Limits of MLX, until `holder` dies or :attr:`release` is called.
+
+    The wired limit is what Metal recommends, and MLX keeps at most `cache` bytes of freed buffers.
+    The release of the last object of this class restores both limits. When the last `holder` dies,
+    MLX gives back the freed buffers that MLX keeps. An owner has `holder` as the last attribute, so
+    that `holder` dies after the owner's arrays. `holder` is an array of numpy, because the garbage
+    collector does not track arrays of numpy and so cannot free `holder` earlier. :attr:`cache` is
+    ``min(cache, former limit)``."""
 
     def __init__(self, cache: int) -> None:
         self.cache = _limits.hold(cache)

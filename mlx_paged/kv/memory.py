@@ -80,9 +80,16 @@ def spare_memory() -> int:
 
 
 def default_kv_memory(beside: int = 0) -> int:
-    """Bytes of a pool that is allocated at once: on a GPU the spare memory, but for `ROOM`, for
-    `beside`, bytes of a step and of MLX's cache, and for what plain MLX copies of the pool; on a
-    CPU a quarter of the memory but at most HOST_LIMIT."""
+    """Bytes of a pool that is allocated at once.
+
+    On a CPU ``min(memory / 4, HOST_LIMIT)``. On a GPU ``max(spare / 2, min(spare, room))``, where
+    `spare` is :func:`spare_memory` and ``room = min(recommended - ROOM, RECLAIM_SHARE * recommended
+    - beside) - memory in use``; divided by ``1 + COPIED`` if plain MLX, which copies the pool,
+    computes the ops.
+
+    Args:
+        beside: bytes of a step and of MLX's cache.
+    """
     recommended = working_set()
     if recommended is None:
         return min(physical_memory() // 4, HOST_LIMIT)
@@ -93,9 +100,17 @@ def default_kv_memory(beside: int = 0) -> int:
 
 
 def default_cache_limit(pool: int | None, step: int, beside: int = 0) -> int | None:
-    """Bytes of freed buffers that MLX keeps: a part of the device's memory, or what `beside`, bytes
-    of all else, leaves, but half of that part. Beside a pool of a size that was asked for, half of
-    that, but what a step takes. On a CPU None: nothing is limited."""
+    """Bytes of freed buffers that MLX may keep; None on a CPU, where nothing is limited.
+
+    With ``part = CACHE_SHARE * memory`` of the device, ``limit = max(part / 2, min(part,
+    RECLAIM_SHARE * memory - beside))``. For a `pool` of a given size, ``min(limit, max(pool / 2,
+    step))``.
+
+    Args:
+        pool: bytes of a pool whose size was given; None: the pool has the default size.
+        step: bytes of a step.
+        beside: bytes of everything else on the device.
+    """
     size = gpu_memory()
     if size is None:
         return None

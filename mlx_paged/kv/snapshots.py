@@ -86,7 +86,7 @@ class Snapshots:
         return [r for r in runs if r <= most and self._by_key[block, r].states is not None]
 
     def get(self, block: int, run: int) -> Snapshot:
-        """The snapshot after `run` tokens of `block`. To ask for it is no use of it."""
+        """The snapshot after `run` tokens of `block`. The call does not count as a use."""
         return self._by_key[block, run]
 
     def use(self, snapshot: Snapshot) -> None:

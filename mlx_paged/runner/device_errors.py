@@ -45,7 +45,7 @@ def noted(error: Exception) -> Exception:
 
 
 def raise_noted(error: Exception) -> NoReturn:
-    """Raise an error, one of the device as such."""
+    """Raise `error`; raise an error of the device as what :func:`noted` makes of the error."""
     if (told := noted(error)) is error:
         raise error
     raise told from error

@@ -230,8 +230,8 @@ class PooledModel:
         return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
 
     def warm_up(self) -> None:
-        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines: those
-        of this package, and in one process those of MLX that its first steps need."""
+        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines: the
+        pipelines of this package and, in one process, the pipelines of MLX for the first steps."""
         self.runner.warm_up()
         if self.prewarm_seconds is None:
             kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None

@@ -230,7 +230,7 @@ class LeadingRunner:
             raise
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
-        """Read a step's tokens when all ranks have computed it: one that fails makes all wrong."""
+        """The tokens of a step that all ranks have computed. If a rank fails, all are wrong."""
         if self._error is not None:
             raise self._error
         self.ranks.send(Kind.COLLECT)

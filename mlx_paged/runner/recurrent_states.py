@@ -251,7 +251,7 @@ def forms_of(states: Iterable[LayerState]) -> Forms:
 def _join(
     arrays: Sequence[mx.array | None], rows: Sequence[slice], index: mx.array | None
 ) -> mx.array | None:
-    """These rows of the arrays in one; with `index`, those of them that it names."""
+    """One array with `rows` of each of the arrays; with `index`, these rows of that array."""
     known = [array for array in arrays if array is not None]
     if not known:
         return None

@@ -21,15 +21,20 @@ STEPS = 2  # the step that is encoded, and the one before it
 
 PARTIALS = 1 << 24
 """Bytes at most of the partial results of one call of attention, whose contexts are split."""
-SPLIT_ROWS, SPLITS, MOST_SPLITS = 1 << 15, 8, 64
-"""Partial results at most of all rows of chunks; if these are many, of each of them, where contexts
-have up to `LONG_PROMPT` keys; of a decode's row."""
+SPLIT_ROWS = 1 << 15
+"""Partial results of all rows of chunks together, at most, unless each row has `SPLITS` of them."""
+
+SPLITS = 8
+"""Partial results of a row of a chunk, at most, for contexts of up to `LONG_PROMPT` keys."""
+
+MOST_SPLITS = 64
+"""Partial results of a row of a decode, at most."""
 
 IN_FLIGHT = 12
 """MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
 
 ELEMENTS = 50 << 20
-"""The op with which the inputs of a command buffer have more elements is its last one."""
+"""A command buffer ends with the op that brings the inputs of the buffer to more elements."""
 
 
 def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running: int) -> int:
