@@ -210,7 +210,9 @@ def test_identifiers_and_variables_occur_in_the_sources():
 
 
 WORDS_OF_OTHERS = {
-    "flash_attn_varlen_func",  # of vLLM
+    *("flash_attn_varlen_func", "reshape_and_cache", "allocate_slots"),  # of vLLM
+    *("get_computed_blocks", "num_gpu_blocks_override", "max_num_seqs", "max_num_batched_tokens"),
+    *("gpu_memory_utilization", "enable_prefix_caching"),
     *("mul_mat", "GGML_NATIVE", "CMAKE_ARGS"),  # llama.cpp and its build
     *("OMP_WAIT_POLICY", "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"),
     *("with_structured_output", "function_calling", "json_mode"),  # langchain
