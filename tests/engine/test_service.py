@@ -166,6 +166,7 @@ def test_a_request_has_one_ticket(engine, serve):
     (ticket,) = service.adopt(lambda engine: [engine.add_request(PROMPT, max_tokens=9)])
     pause.wait()
     second = background(lambda: service.adopt(lambda engine: [ticket.request_id]))
+    service._calls.wait(2)
     pause.end()
     with pytest.raises(ValueError, match="request 0 has a ticket: expected another request"):
         second.result(TIMEOUT)

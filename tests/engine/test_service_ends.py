@@ -18,6 +18,7 @@ from tests.support.engine.service_harness import (
     assert_aborted,
     background,
     reference,
+    submitted,
     tokens_of,
 )
 from tests.support.models.tiny_models import VOCAB
@@ -27,8 +28,7 @@ pytest_plugins = ["tests.support.engine.service_fixtures"]
 
 def test_any_thread_may_abort_and_others_do_not_notice(engine, serve):
     pause, service = Pause(engine, after=6), serve()
-    kept = service.submit(OTHER, max_tokens=20)
-    doomed = service.submit(PROMPT, max_tokens=50)
+    kept, doomed = submitted(service, [OTHER, PROMPT], max_tokens=50)
     reader = background(lambda: tokens_of(doomed))
     pause.wait()
     background(doomed.abort).result(TIMEOUT)
@@ -36,7 +36,7 @@ def test_any_thread_may_abort_and_others_do_not_notice(engine, serve):
     tokens = reader.result(TIMEOUT)
     assert 1 <= len(tokens) < 12
     assert_aborted(doomed, tokens)
-    assert kept.result(TIMEOUT).tokens == reference(20, OTHER)
+    assert kept.result(TIMEOUT).tokens == reference(50, OTHER)
     doomed.abort()
 
 
@@ -86,10 +86,10 @@ def test_a_reader_that_goes_away_ends_its_request(engine, serve, how):
 @pytest.mark.parametrize("drain", [True, False])
 def test_close_ends_what_is_open(engine, serve, drain):
     pause, service = Pause(engine, after=2), serve()
-    tickets = [service.submit(PROMPT, max_tokens=30) for _ in range(2)]
+    tickets = submitted(service, [PROMPT] * 2, max_tokens=30)
     pause.wait()
     closing = background(service.close, drain)
-    service._calls.wait(3)
+    service._calls.wait(2)
     pause.end()
     closing.result(TIMEOUT)
     for ticket in tickets:
@@ -215,11 +215,11 @@ def test_a_mistake_is_raised_to_the_thread_that_made_it(serve, prompt, options, 
 def test_when_a_step_raises_every_open_ticket_and_later_callers_learn_it(engine, serve):
     failure = MemoryError("out of device memory")
     pause, service = Pause(engine, after=4, error=failure), serve()
-    tickets = [service.submit(PROMPT, max_tokens=30) for _ in range(3)]
+    tickets = submitted(service, [PROMPT] * 3, max_tokens=30)
     pause.wait()
     waiting = background(tickets[2].result, TIMEOUT)
     late = background(lambda: service.submit(PROMPT))
-    service._calls.wait(4)
+    service._calls.wait(2)
     pause.end()
     for ticket in tickets[:2]:
         tokens = []
@@ -261,9 +261,9 @@ def test_an_abort_that_fails_is_not_kept_from_the_reader(engine, serve, monkeypa
 
 
 def test_calls_that_wait_behind_one_that_fails_are_refused(engine, serve, monkeypatch):
-    failure, service = AssertionError("broken"), serve()
-    tickets = [service.submit(PROMPT, max_tokens=50) for _ in range(4)]
-    pause = Pause(engine, after=2)
+    failure = AssertionError("broken")
+    pause, service = Pause(engine, after=2), serve()
+    tickets = submitted(service, [PROMPT] * 4, max_tokens=50)
     pause.wait()
     with monkeypatch.context() as broken:
         broken.setattr(engine, "abort", lambda request_id: (_ for _ in ()).throw(failure))
@@ -282,8 +282,10 @@ def test_a_request_that_was_ended_past_the_service_does_not_hang_its_reader(engi
     pause, service = Pause(engine, after=2), serve()
     ticket = service.submit(PROMPT, max_tokens=50)
     pause.wait()
+    ended = background(service.call, lambda engine: engine.abort(ticket.request_id))
+    service._calls.wait(2)
     pause.end()
-    assert service.call(lambda engine: engine.abort(ticket.request_id)) is not None
+    assert ended.result(TIMEOUT) is not None
     service.close(drain=True)
     with pytest.raises(RuntimeError, match="request 0 was ended by a call"):
         tokens_of(ticket)

@@ -71,6 +71,13 @@ class CountedQueue:
             assert self.puts.acquire(timeout=TIMEOUT)
 
 
+def submitted(service, prompts, max_tokens):
+    """Tickets of requests that one call adds, so that all are there before the next step."""
+    return service.adopt(
+        lambda engine: [engine.add_request(prompt, max_tokens=max_tokens) for prompt in prompts]
+    )
+
+
 def background(function, *args):
     """A future of the function's value, computed on a thread of its own."""
     pool = ThreadPoolExecutor(1)
