@@ -57,6 +57,7 @@ FEATURES = {
     "grammars": Feature(
         ("sampling/grammar.py", "sampling/grammar_trials.py"),
         ("*grammar*", "forced_after", "*fast_forward*"),
+        ("formats/grammar.py",),
     ),
     "disk": Feature(("kv_disk",), ("*tier*", "*disk*")),
     "images": Feature(

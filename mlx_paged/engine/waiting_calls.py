@@ -130,7 +130,7 @@ class WaitingCalls(EngineCore):
         temperature = options.get("temperature", (params or SamplingParams()).temperature)
         if count > 1 and temperature == 0:
             message = f"[sample] temperature is 0: all {count} completions of a prompt are equal"
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, stacklevel=3)  # the caller of the guarded method
         done = self._complete(
             (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
         )

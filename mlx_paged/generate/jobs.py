@@ -46,6 +46,10 @@ class Job:
     refusal: str = ""  # why it is not computed
     max_tokens: int | None = None  # that the context has room for, if its line asks for others
 
+    def limit(self, max_tokens: int) -> None:
+        """Let each answer have at most `max_tokens` tokens."""
+        self.params = replace(self.params, max_tokens=max_tokens)
+
     @property
     def told_max_tokens(self) -> dict[str, int]:
         """What a result's line says of :attr:`max_tokens`."""
@@ -185,7 +189,7 @@ def _fit(job: Job, asked: int, room: int) -> None:
             f" of {num_prompt + room} tokens: expected a shorter prompt"
         )
         return
-    job.params = replace(job.params, max_tokens=most)
+    job.limit(most)
     if most != job.spec.options.get("max_tokens", most):
         job.max_tokens = most
 

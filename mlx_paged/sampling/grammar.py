@@ -51,19 +51,19 @@ class Compiled:
     Attributes:
         matcher: before its first token.
         num_bytes: of the source.
-        num_tokens: that requests have followed.
+        num_followed: tokens that requests have followed.
         is_spent: llguidance has reached a limit, so that no request can follow it any more.
     """
 
     matcher: Matcher
     num_bytes: int
-    num_tokens: int = 0
+    num_followed: int = 0
     is_spent: bool = False
 
     @property
     def size(self) -> int:
         """Bytes that it may hold, an upper estimate."""
-        return SOURCE_BYTES * self.num_bytes + min(TOKEN_BYTES * self.num_tokens, STATES_BYTES)
+        return SOURCE_BYTES * self.num_bytes + min(TOKEN_BYTES * self.num_followed, STATES_BYTES)
 
 
 class GrammarState:
@@ -122,7 +122,7 @@ class GrammarState:
                 is_allowed = self.forced[0] == token
             else:
                 is_allowed = self.matcher.consume_token(token)
-            self._compiled.num_tokens += 1
+            self._compiled.num_followed += 1
             if not is_allowed:  # the position stays, so that later calls raise, too
                 reason = "" if self.forced else f": {_line(self.matcher.get_error())}"
                 raise ValueError(
