@@ -91,7 +91,7 @@ def play(jobs: Sequence[Job], num_blocks: int, is_fresh: bool, directory: Path |
     tier = engine.scheduler.tier
     engine.close()
     metrics = engine.metrics()
-    disk = None if tier is None else tier.metrics()
+    disk = tier.metrics()
     measured = {
         "prompt_tokens_computed": metrics["prompt_tokens"],
         "wall_s": wall,

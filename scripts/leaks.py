@@ -110,7 +110,8 @@ MUTATORS = {
 VERBS = {
     "scheduler": {
         *("add", "check_fits", "schedule", "commit", "complete", "recover", "clear", "fork"),
-        *("park", "unpark", "release", "leave_disk"),
+        *("begun", "settle", "copies_done", "discard", "forget_cached", "leave_tier"),
+        *("park", "unpark", "release", "levels", "blocks_in_use", "gives_several", "has_tier"),
     }
 }
 """What other rooms may call of an object; all else of the object is internal to its room."""

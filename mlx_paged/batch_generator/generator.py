@@ -122,7 +122,7 @@ class BatchGenerator:
                 prefill_chunk=prefill_step_size,
                 **engine_options,
             )
-        self._recorder = self._engine.runner = StepRecorder(self._engine.runner)
+        self._recorder = StepRecorder(self._engine.observers)
         self._uid_count = 0
         # By uid, until a response has reported their end.
         self._sequences: dict[int, BatchSequence] = {}

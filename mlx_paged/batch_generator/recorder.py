@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters
 
 from mlx_paged.runner.launched_step import LaunchedStep
-from mlx_paged.scheduler.step import Runner, SampledToken, Span, Step
+from mlx_paged.scheduler.step import Observers, Span
 
 
 @dataclass(slots=True)
@@ -29,37 +29,22 @@ class Recording:
 
 
 class StepRecorder:
-    """A runner that passes every step to `runner` and records it until :meth:`take`."""
+    """Records the steps that end, until :meth:`take`."""
 
-    def __init__(self, runner: Runner[LaunchedStep]) -> None:
-        self.runner = runner
-        self._under_way: dict[LaunchedStep, Step] = {}
+    def __init__(self, observers: Observers[LaunchedStep]) -> None:
         self._recording = Recording()
-        self.drop = runner.drop
-        self.fork = runner.fork
-        self.transfer = runner.transfer
+        observers.settled.append(self._settled)
 
     def take(self) -> Recording:
         """The steps that ended since the last call."""
         recording, self._recording = self._recording, Recording()
         return recording
 
-    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        launched = self.runner.launch(step, before)
-        self._under_way[launched] = step
-        return launched
-
-    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
-        step = self._under_way.pop(launched)
-        choices = self.runner.collect(launched)
+    def _settled(self, launched: LaunchedStep) -> None:
+        step = launched.report.step
         self._recording.spans += step.spans
         self._recording.prompt_tokens += step.prompt_tokens
         if launched.sampled is not None:
             rows = launched.sampled.distributions
             ids = [request.id for request in launched.requests]
             self._recording.logprobs |= zip(ids, list(rows), strict=True)
-        return choices
-
-    def recover(self, error: BaseException | None = None) -> None:
-        self._under_way.clear()
-        self.runner.recover(error)

@@ -25,7 +25,7 @@ def check_memory(found: Findings, quick: bool) -> None:
     promised = engine.memory_budget
     during = 0
     for _ in found.progress(range(steps), "step"):
-        while not engine.scheduler.waiting:
+        while not engine.levels().waiting:
             prompt = [rng.randrange(1, 1000) for _ in range(rng.randint(1, MOST_TOKENS))]
             engine.add_request(prompt, max_tokens=rng.randint(4, 40), ignore_eos=True)
         engine.step()

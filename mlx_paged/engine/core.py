@@ -24,8 +24,16 @@ from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.levels import Levels
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Fault, Runner, SampledToken, StepResult, UnknownEndError
+from mlx_paged.scheduler.step import (
+    Fault,
+    Observers,
+    Runner,
+    SampledToken,
+    StepResult,
+    UnknownEndError,
+)
 
 
 class EngineCore:
@@ -37,7 +45,9 @@ class EngineCore:
 
     Attributes:
         ticks: the latest steps, newest last.
+        observers: functions that see the steps.
         ready: outputs that the next :meth:`step` returns.
+        clock: seconds, for all times of requests and steps.
         token_ids: checks ids of tokens; any thread may use it.
         device_faults: steps that the device failed in, since the latest token.
         grammars: compiled ones. Any thread may compile more, before it adds a request.
@@ -75,9 +85,13 @@ class EngineCore:
         self.token_ids = TokenIds(rows, vocab_size, tokenizer)
         self.grammars = Grammars(tokenizer, vocab_size, self.token_ids.num_usable)
         self._encode = PromptEncoder(tokenizer, self.token_ids)
-        self._clock = clock
+        self.clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
-        self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, fast_forward)
+        self.observers = Observers[Any]()
+        self._recorder.watch(self.observers)
+        self._pipeline = StepPipeline(
+            scheduler, runner, self._recorder.pauses, self.observers, fast_forward
+        )
         self._outputs = OutputProcessor(tokenizer, clock)
         self._make_request = RequestMaker(self.grammars, clock, seed)
         self._requests, self._kept = dict[int, Request](), dict[int, Request]()
@@ -104,6 +118,10 @@ class EngineCore:
     def is_open(self, request_id: int) -> bool:
         """Whether :meth:`step` has more outputs of this request to give."""
         return request_id in self._requests or any(o.request_id == request_id for o in self.ready)
+
+    def levels(self) -> Levels:
+        """What the scheduler holds at present, and what it has done so far."""
+        return self.scheduler.levels()
 
     def metrics(self) -> dict[str, Any]:
         """Counters and levels of the engine as plain JSON values: see docs/metrics.md."""
@@ -282,8 +300,7 @@ class EngineCore:
     @exclusive
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of ended requests, and leave `kv_disk`: the weights may be others now."""
-        self.scheduler.leave_disk()
-        self.scheduler.allocator.store.drop_idle()
+        self.scheduler.forget_cached()
 
     @exclusive
     def step(self) -> list[TokenOutput]:
@@ -319,9 +336,7 @@ class EngineCore:
         except BaseException:
             for request in requests:
                 request.samples, request.keep_blocks = [], False
-                self.scheduler.complete(request)
-                if request.id in self.scheduler.allocator:  # of a fork, shared before the failure
-                    self.scheduler.allocator.free(request.id)
+                self.scheduler.discard(request)
                 self.runner.drop(request)
                 self._outputs.forget(request)
                 self._beams.pop(request.id, None)
@@ -365,9 +380,10 @@ class EngineCore:
     def _take(self, result: StepResult) -> None:
         """Append the tokens of a step, and recover from its fault."""
         try:
-            if result.step and result.step.prompt_tokens:  # a first token comes with the last one
-                self._note_first_tokens(result.choices)
-            for choice in result.choices:
+            choices = [] if result.report is None else result.report.choices
+            if result.report and result.report.step.prompt_tokens:  # the last one brings a token
+                self._note_first_tokens(choices)
+            for choice in choices:
                 self._append(choice)
                 if choice.request.grammar is not None:
                     for forced in self._pipeline.forced_after(choice):
@@ -384,7 +400,7 @@ class EngineCore:
             if request.synchronous and request.id in self._beams:
                 request = self._beams[request.id].root
             if request.first_token_time is None:
-                request.first_token_time = self._clock()
+                request.first_token_time = self.clock()
                 self.stats.ttfts.append(request.first_token_time - request.arrival_time)
 
     def _append(self, choice: SampledToken) -> None:
@@ -445,7 +461,7 @@ class EngineCore:
         completion = self._outputs.finish(request, reason)
         self.stats.requests_finished += 1
         self.stats.cached_prompt_tokens += min(request.num_cached, request.num_prompt)
-        self.stats.blocks_in_use = self.scheduler.allocator.store.blocks_in_use
+        self.stats.blocks_in_use = self.scheduler.blocks_in_use
         if search is None:
             return completion
         keeps_space = bool(request.params.keep_space)

@@ -369,11 +369,11 @@ class Engine(WaitingCalls):
         Args:
             stream: computes the steps, if it is not the default stream.
         """
-        if self.scheduler.tier is not None:
+        if self.scheduler.has_tier:
             self._settle()
             while self._pipeline.copy_when_idle():
                 pass
-            self.scheduler.leave_disk()
+            self.scheduler.leave_tier()
         limits = self._models.limits
         if any(each.release.alive for each in limits):
             try:

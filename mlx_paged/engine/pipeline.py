@@ -2,18 +2,20 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Generic
+from typing import Generic, NamedTuple
 
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.metrics.recorder import GcPauses
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import (
     Fault,
     LaunchedT,
+    Observers,
     Runner,
     SampledToken,
     Step,
@@ -25,11 +27,19 @@ MAX_FAULTS = 3  # failed steps of a request before it ends, if none shows that i
 MOST_FORCED = 256  # forced tokens that a request gets at once, so that its reader's inbox has room
 
 
+class _Copies(NamedTuple):
+    """Blocks that are on their way out of the pool, and what waits for them; None: nothing must."""
+
+    stores: list[BlockTransfer]
+    wait: Callable[[], None] | None
+
+
 @dataclass(frozen=True, slots=True)
 class _UnderWay(Generic[LaunchedT]):
     launched: LaunchedT
     step: Step
     seconds: float  # to schedule and launch it
+    copies: list[_Copies] = field(default_factory=list)  # that began with it or after it
 
 
 class StepPipeline(Generic[LaunchedT]):
@@ -51,6 +61,7 @@ class StepPipeline(Generic[LaunchedT]):
         scheduler: Scheduler,
         runner: Runner[LaunchedT],
         pauses: GcPauses,  # no part of a step's times
+        observers: Observers[LaunchedT],
         # Tokens that a grammar forces become tokens at once, and the next step computes them
         # together.
         fast_forward: bool = True,
@@ -58,6 +69,7 @@ class StepPipeline(Generic[LaunchedT]):
         self._scheduler = scheduler
         self.runner = runner
         self._pauses = pauses
+        self.observers = observers
         self.fast_forward = fast_forward
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._known: list[Request] = []  # whose token of the step under way is known already
@@ -75,9 +87,7 @@ class StepPipeline(Generic[LaunchedT]):
         if current is None:
             current = self._launch(None, result)
         if current is not None:
-            drafting = self._scheduler.speculation
-            reads_first = drafting is not None and drafting.reads_first
-            if ahead and not reads_first and not current.step.loads:
+            if ahead and not current.step.is_read_first:
                 self._under_way = self._launch(current, result)
             self._collect(current, result)
         result.ready = self._now()
@@ -131,75 +141,75 @@ class StepPipeline(Generic[LaunchedT]):
             result.fault = Fault([], error)  # the step under way counts first
             return None
         scheduled = self._now()
-        result.schedule_seconds += scheduled - started
+        result.plan_seconds = scheduled - started
+        copies = list[_Copies]()
         try:
             if step.stores or step.loads:
-                step.copied = [self.runner.transfer(step.stores, step.loads)]
+                wait = self.runner.transfer(step.stores, step.loads)
+                copies.append(_Copies(step.stores, wait))
             if not step.spans:
                 if before is None:
-                    self._put(step)
+                    self._put(copies)
                 else:  # the copies may hold K/V of the step before, and are right if that step is
-                    before.step.stores += step.stores
-                    before.step.copied += step.copied
+                    before.copies.extend(copies)
                 assert not step.copies, "copies without a step that performs them"
+                self._scheduler.copies_done()
                 return None
             step.is_held_back = before is not None and step.work.chunk_tokens > 0
             launched = self.runner.launch(step, before.launched if before else None)
         except BaseException as error:
+            self._scheduler.copies_done()
             result.fault = Fault(step.everyone, error)
             return None
-        finally:
-            self._scheduler.allocator.store.copies_done()
         launched_at = self._now()
-        self._scheduler.commit(step)
+        self._scheduler.begun(launched.report)
         committed_at = self._now()
         for request in launched.requests:
             request.num_in_flight += not request.synchronous
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
-        step.blocks_in_use = self._scheduler.allocator.store.blocks_in_use
-        result.launched.append(step)
-        ended = self._now()
-        result.schedule_seconds += committed_at - launched_at
-        result.launch_seconds += launched_at - scheduled + ended - committed_at
-        of_before = before.step.rest_seconds if before else 0.0
-        return _UnderWay(launched, step, ended - started - of_before)
+        ended, report = self._now(), launched.report
+        report.launch_seconds = launched_at - scheduled + ended - committed_at
+        report.commit_seconds = committed_at - launched_at
+        for see in self.observers.launched:
+            see(launched)
+        of_before = before.launched.report.rest_seconds if before else 0.0
+        return _UnderWay(launched, step, ended - started - of_before, copies)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
-        started, rest_seconds = self._now(), current.step.rest_seconds
+        launched, report = current.launched, current.launched.report
+        started, rest_seconds = self._now(), report.rest_seconds
         try:
-            choices = self.runner.collect(current.launched)
+            choices = self.runner.collect(launched)
         except BaseException as error:
             later = self._under_way.step.everyone if self._under_way else []
             later += result.fault.requests if result.fault else []  # of a launch that failed
             result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
             return
-        result.wait_seconds = self._now() - started
-        result.step = current.step
-        result.seconds = current.seconds + rest_seconds + result.wait_seconds
+        report.wait_seconds = self._now() - started
+        report.seconds = current.seconds + rest_seconds + report.wait_seconds
+        result.report = report
         if self._known:
             for request in self._known:
                 request.num_in_flight += 1
             known = {request.id for request in self._known}
             choices = [choice for choice in choices if choice.request.id not in known]
             self._known = []
-        for request in current.launched.requests:
+        for request in launched.requests:
             request.num_in_flight -= not request.synchronous
-        result.choices = [choice for choice in choices if not choice.request.finish_reason]
-        if self._scheduler.speculation is not None:
-            result.choices = self._scheduler.speculation.accept(current.step, result.choices)
-            self._last = {choice.request.id: choice for choice in result.choices}
-        committing = self._now()
+        report.choices = [choice for choice in choices if not choice.request.finish_reason]
+        settling = self._now()
         try:
-            self._put(current.step)
+            self._put(current.copies)
         except Exception as error:  # of the copies; the step itself is right
             later = self._under_way.step.everyone if self._under_way else []
             result.fault = result.fault or Fault(later, error)
-        self._scheduler.commit(current.step)
-        if self._scheduler.budget.learns:
-            own_seconds = result.seconds - current.step.extra_seconds
-            self._scheduler.budget.observe(current.step.work, own_seconds)
-        result.schedule_seconds += self._now() - committing
+        self._scheduler.settle(report)
+        if self._scheduler.gives_several:
+            self._last = {choice.request.id: choice for choice in report.choices}
+        report.settle_seconds = self._now() - settling
+        for see in self.observers.settled:
+            see(launched)
 
     def _now(self) -> float:
         """Seconds without the garbage collector's."""
@@ -207,24 +217,24 @@ class StepPipeline(Generic[LaunchedT]):
 
     def copy_when_idle(self) -> bool:
         """Copy some blocks out of the pool, unless a step is under way; whether there are more."""
-        tier = self._scheduler.tier
-        if tier is None or self.busy:
+        if self.busy:
             return False
-        step = Step(stores=tier.copies_when_idle())
+        stores = self._scheduler.tier.copies_when_idle()
         try:
-            step.copied = [self.runner.transfer(step.stores, ())]
-            self._put(step)
+            if stores:
+                self._put([_Copies(stores, self.runner.transfer(stores, ()))])
         except Exception as error:  # of no request; any of the K/V may be wrong
             self.recover(Fault([], error))
             return False
-        return tier.has_more()
+        return self._scheduler.tier.has_more()
 
-    def _put(self, step: Step) -> None:
-        """Give the tier what a step has copied."""
-        if step.stores and self._scheduler.tier is not None:
-            for wait in filter(None, step.copied):
-                wait()
-            self._scheduler.tier.put(step.stores)
+    def _put(self, copies: Sequence[_Copies]) -> None:
+        """Give the tier what has been copied."""
+        for each in copies:
+            if each.wait is not None:
+                each.wait()
+        for each in copies:
+            self._scheduler.tier.put(each.stores)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def progress_of(engine: Engine, prompt_tokens: int) -> str:
     known = min(prompt_tokens, stats.prompt_tokens + stats.prefix_hit_tokens)
     return (
         f"{known}/{prompt_tokens} prompt tokens, {stats.generation_tokens} generated,"
-        f" {len(engine.scheduler.running)} running"
+        f" {engine.levels().running} running"
     )
 
 

@@ -67,6 +67,7 @@ class KVDiskTier:
 
     Attributes:
         loading: requests by id that wait for the disk, outside the queue.
+        leaving: what the step being planned has to copy before it writes anything, by its key.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class KVDiskTier:
         self._limit = STEP_BYTES  # bytes that the step being planned copies into the pool at most
         self._awaited: dict[int, _Awaited] = {}  # by id of the waiting request
         self._asked: dict[int, int] = {}  # by request id: the first block that it asked for
-        self._leaving: dict[bytes, BlockTransfer] = {}  # the step being planned copies them
+        self.leaving: dict[bytes, BlockTransfer] = {}
         self._leaving_bytes = 0
         self._coming: set[int] = set()  # entries that the step being planned fills
         allocator.store.on_evict = self._leave
@@ -92,19 +93,13 @@ class KVDiskTier:
 
     # From the pool to the store
 
-    def leaving(self) -> list[BlockTransfer]:
-        """What the step that was planned has to copy before it writes anything."""
-        leaving, self._leaving, self._leaving_bytes = self._leaving, {}, 0
-        return list(leaving.values())
-
     def copies_when_idle(self) -> list[BlockTransfer]:
         """Blocks to copy now, while no step is under way."""
-        self.leaving()
-        self._coming.clear()
+        self._begin()
         if not self.store.has_room:
             self.store.flush(WAIT)
         self._leave_early(STEP_BYTES)
-        return self.leaving()
+        return list(self.leaving.values())
 
     def has_more(self) -> bool:
         """Whether an idle engine should copy more."""
@@ -128,6 +123,12 @@ class KVDiskTier:
         self._allocator.store.on_evict = self._allocator.prefixes.fresh = None
         self.store.close()
 
+    def _begin(self) -> None:
+        """A step is planned from here on."""
+        self.leaving.clear()
+        self._leaving_bytes = 0
+        self._coming.clear()
+
     def _leave_early(self, num_bytes: int) -> None:
         while self._fresh and self._leaving_bytes < num_bytes and self.store.has_room:
             group, block, key = self._fresh.popleft()
@@ -144,15 +145,15 @@ class KVDiskTier:
         if known.block in self._coming or self._leaving_bytes >= LEAVING_BYTES:
             return
         key = block_key(known.hash, group)
-        if key not in self.store and key not in self._leaving:
+        if key not in self.store and key not in self.leaving:
             blocks = self._allocator.store.blocks_of(known.block)
-            self._leaving[key] = BlockTransfer(key, group, blocks)
+            self.leaving[key] = BlockTransfer(key, group, blocks)
             self._leaving_bytes += self._entry_bytes[group]
         snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
         has_state = snapshots is not None and size in snapshots.filled(known.block, size)
         if snapshots is not None and has_state and key not in self.store:
             states = snapshots.get(known.block, size).states
-            self._leaving[key] = BlockTransfer(key, group, (), states)
+            self.leaving[key] = BlockTransfer(key, group, (), states)
 
     # From the store to the pool
 
@@ -189,8 +190,7 @@ class KVDiskTier:
         """The requests that need not wait any more. From here on a step is planned. With `waits`
         there is nothing else to compute: this call then waits a short time for the disk."""
         self._limit = IDLE_BYTES if waits else STEP_BYTES
-        self.leaving()  # what a step that failed left is void
-        self._coming.clear()
+        self._begin()
         if NEARLY_FULL * len(self._allocator.store.free) < self._allocator.num_blocks:
             self._leave_early(EARLY_BYTES)
         loads = [(request, self._awaited[i].load) for i, request in self.loading.items()]

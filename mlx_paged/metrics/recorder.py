@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Span, Step, StepResult
+from mlx_paged.scheduler.step import Launched, Observers, Span, Step, StepReport, StepResult
 
 STOCK_GROWTH = 256  # mlx-lm's own caches grow by so many tokens at once
 
@@ -186,7 +186,7 @@ class TickRecorder:
 
     def __init__(
         self,
-        scheduler: Scheduler,  # its counters are read
+        scheduler: Scheduler,  # its levels are read
         stats: EngineStats,  # its counters are updated
         clock: Callable[[], float],  # seconds
         config: RecorderConfig,
@@ -199,21 +199,25 @@ class TickRecorder:
         token_bytes = stats.block_bytes // stats.block_size
         self._reads = config.reads or KVReads([(None, token_bytes)], stats.block_size)
         self._unseen = {"decode", "chunk", "copy"}
+        self._has_new = False  # whether a step of the tick does a kind of work that none did before
         self._tick = Tick()
+
+    def watch(self, observers: Observers[Any]) -> None:
+        """See the steps of an engine from now on."""
+        observers.launched.append(self._launched)
 
     def metrics(self) -> dict[str, Any]:
         """Counters, current levels and a summary of the latest ticks, as JSON values."""
-        stats, scheduler = self._stats, self._scheduler
-        store = scheduler.allocator.store
-        histogram = store.refcount_histogram()
+        stats, levels = self._stats, self._scheduler.levels()
+        histogram = self._scheduler.allocator.store.refcount_histogram()
         return {
             **stats.as_dict(),
             **self._config.log.summary(),
-            "running": len(scheduler.running),
-            "waiting": scheduler.num_waiting,
-            "blocks_in_use": store.blocks_in_use,
-            "blocks_cached": store.num_idle,
-            "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
+            "running": levels.running,
+            "waiting": levels.waiting,
+            "blocks_in_use": levels.blocks_in_use,
+            "blocks_cached": levels.blocks_cached,
+            "kv_disk": self._scheduler.tier.metrics(),
             "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
             "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
             "tokens_by_phase": {
@@ -227,51 +231,62 @@ class TickRecorder:
     def begin(self) -> None:
         """Call before the engine advances."""
         self.pauses.watch()
+        self._has_new = False
         tick = self._tick = Tick(start=self._clock())
         tick.gc_ms, tick.gc_elsewhere_ms = -self.pauses.seconds, -self.pauses.elsewhere
+
+    def _launched(self, launched: Launched) -> None:
+        tick, stats, report = self._tick, self._stats, launched.report
+        tick.launch_ms += 1000 * report.launch_seconds
+        tick.schedule_ms += 1000 * report.commit_seconds
+        tick.launched_prefill_tokens += report.step.prompt_tokens
+        stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, report.blocks_in_use)
+        if self._unseen:
+            self._note_kinds(report.step)
 
     def end(self, result: StepResult) -> None:
         """Call after the engine advanced."""
         self.pauses.close()
-        if result.step is None and result.fault is None:
+        if result.report is None and result.fault is None:
             return
-        tick, pauses = self._tick, self.pauses
+        tick, pauses, report = self._tick, self.pauses, result.report
+        tick.schedule_ms += 1000 * result.plan_seconds
+        if report is not None:
+            tick.wait_ms = 1000 * report.wait_seconds
+            tick.schedule_ms += 1000 * report.settle_seconds
         ended = self._clock()
         tick.tick_ms = 1000 * (ended - tick.start)
         tick.gc_ms = 1000 * (tick.gc_ms + pauses.seconds)
         tick.gc_elsewhere_ms = 1000 * (tick.gc_elsewhere_ms + pauses.elsewhere)
         tick.output_ms = 1000 * (ended - pauses.seconds - result.ready)
-        tick.schedule_ms = 1000 * result.schedule_seconds
-        tick.launch_ms = 1000 * result.launch_seconds
-        tick.wait_ms = 1000 * result.wait_seconds
         known = tick.schedule_ms + tick.launch_ms + tick.wait_ms + tick.output_ms + tick.gc_ms
         tick.other_ms = max(0.0, tick.tick_ms - known)
-        if self._unseen and self._is_new(result.launched):
+        if self._has_new:
             tick.prewarm_ms = tick.launch_ms + tick.wait_ms
         if self._config.phases is not None:
             seconds = self._config.phases.take()
             for name in PHASES:
                 setattr(tick, name, 1000 * seconds.get(name.removesuffix("_ms"), 0.0))
-        tick.launched_prefill_tokens = sum([step.prompt_tokens for step in result.launched])
         tick.faults = int(result.fault is not None)
-        if result.step is not None:
-            self._record_step(tick, result, result.step)
+        if report is not None:
+            self._record_step(tick, report)
         self._record_levels(tick)
         self._config.log.add(tick)
         if self._config.writer is not None:
             self._config.writer.write(tick)
 
-    def _record_step(self, tick: Tick, result: StepResult, step: Step) -> None:
+    def _record_step(self, tick: Tick, report: StepReport) -> None:
+        step = report.step
         spans, work = step.spans, step.work
         stats, reads = self._stats, self._reads.of(spans)
         tick.live_tokens = reads.tokens
         tick.prefill_tokens = step.prompt_tokens
         tick.decode_tokens = work.decode_rows + work.chunk_tokens - step.prompt_tokens
-        tick.sampled = len(result.choices)
+        tick.sampled = len(report.choices)
         tick.kv_bytes_read = reads.kv_bytes
         tick.blocks_touched = reads.blocks
-        tick.shared_keys = step.shared_keys
-        seconds = result.seconds + tick.gc_ms / 1000
+        tick.shared_keys = report.shared_keys
+        seconds = report.seconds + tick.gc_ms / 1000
         stats.steps += 1
         stats.seconds += seconds
         stats.prefill_seconds += seconds if tick.prefill_tokens else 0.0
@@ -279,7 +294,6 @@ class TickRecorder:
         stats.prompt_tokens += tick.prefill_tokens
         stats.generation_tokens += tick.sampled
         stats.peak_running = max(stats.peak_running, len(spans))
-        stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, step.blocks_in_use)
         record_memory(stats, reads)
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
@@ -288,34 +302,28 @@ class TickRecorder:
 
     def _record_levels(self, tick: Tick) -> None:
         """Current levels, and how much the counters grew since the tick before."""
-        stats, scheduler = self._stats, self._scheduler
-        allocator, store = scheduler.allocator, scheduler.allocator.store
-        tick.running, tick.waiting = len(scheduler.running), len(scheduler.waiting)
-        if scheduler.tier is not None:
-            tick.waiting += len(scheduler.tier.loading)
-        tick.blocks_in_use, tick.blocks_cached = store.blocks_in_use, store.num_idle
-        stats.blocks_in_use = tick.blocks_in_use
-        tick.preemptions = scheduler.num_preemptions - stats.preemptions
-        tick.cow_clones = store.cow_clones - stats.cow_clones
-        tick.evictions = store.evictions - stats.evictions
-        tick.prefix_hit_tokens = allocator.prefix_hit_tokens - stats.prefix_hit_tokens
-        stats.preemptions += tick.preemptions
-        stats.cow_clones += tick.cow_clones
-        stats.evictions += tick.evictions
-        stats.prefix_hit_tokens += tick.prefix_hit_tokens
-        if scheduler.speculation is not None:
-            stats.drafts = scheduler.speculation.num_drafted
-            stats.accepted_drafts = scheduler.speculation.num_accepted
+        stats, levels = self._stats, self._scheduler.levels()
+        tick.running, tick.waiting = levels.running, levels.waiting
+        tick.blocks_in_use, tick.blocks_cached = levels.blocks_in_use, levels.blocks_cached
+        tick.preemptions = levels.preemptions - stats.preemptions
+        tick.cow_clones = levels.cow_clones - stats.cow_clones
+        tick.evictions = levels.evictions - stats.evictions
+        tick.prefix_hit_tokens = levels.prefix_hit_tokens - stats.prefix_hit_tokens
+        stats.blocks_in_use = levels.blocks_in_use
+        stats.preemptions = levels.preemptions
+        stats.cow_clones = levels.cow_clones
+        stats.evictions = levels.evictions
+        stats.prefix_hit_tokens = levels.prefix_hit_tokens
+        stats.drafts = levels.drafts
+        stats.accepted_drafts = levels.accepted_drafts
 
-    def _is_new(self, launched: list[Step]) -> bool:
-        """Whether these steps do a kind of work that no step before did."""
-        found = set()
-        for step in launched:
-            work = {
-                "decode": step.work.decode_rows,
-                "chunk": step.work.chunk_tokens,
-                "copy": step.copies,
-            }
-            found |= {kind for kind in self._unseen if work[kind]}
-        self._unseen -= found
-        return bool(found)
+    def _note_kinds(self, step: Step) -> None:
+        """Note whether a step does a kind of work that no step before did."""
+        work = {
+            "decode": step.work.decode_rows,
+            "chunk": step.work.chunk_tokens,
+            "copy": step.copies,
+        }
+        new = {kind for kind in self._unseen if work[kind]}
+        self._unseen -= new
+        self._has_new |= bool(new)

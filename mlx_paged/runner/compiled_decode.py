@@ -117,6 +117,7 @@ class CompiledDecode:
         self._compute = compute
         self._pool = pool
         self._states = states
+        self._has_states = bool(states.caches)
         self._forms: Forms = ()  # of states that grow no more
         self._block_size = allocator.block_size
         groups = allocator.groups
@@ -238,12 +239,15 @@ class CompiledDecode:
             if traces.count != count:
                 ops.set_fusion(True)
                 traces.seconds += time.perf_counter() - started
-        scores, handles, self._states.loaded = found
+        scores, handles, states = found
+        if self._has_states:
+            self._states.loaded = states
         pool.replace_handles(handles)
         return Scores(*scores)
 
     def _computed(self, key: tuple[int, ...], arrays: Arrays) -> Results:
-        function, handles, states = self._functions[key], self._pool.handles(), self._states.loaded
+        function, handles = self._functions[key], self._pool.handles()
+        states = self._states.loaded if self._has_states else []
         assert function is not None
         try:
             return function(arrays, handles, states, self._model.state)

@@ -213,7 +213,7 @@ class DraftModel:
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         launched = self._runner.launch(step, before)
         self._allocator.store.copies_done()
-        self._trace_seconds += step.extra_seconds
+        self._trace_seconds += launched.report.extra_seconds
         return launched
 
 

@@ -9,7 +9,7 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.request import Request
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Scores
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import StepReport
 
 Drafts = dict[int, tuple[int, ...]]  # by request id
 SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
@@ -29,7 +29,6 @@ class Part:
 class HeldBack:
     """What of a step has not begun: `parts`, then its pending arrays. `thread` built it."""
 
-    step: Step
     thread: int
     parts: list[Part] = field(default_factory=list)
 
@@ -39,6 +38,7 @@ class LaunchedStep:
     """A step that the device is computing.
 
     Attributes:
+        report: what has happened in it so far.
         requests: the requests that get a token.
         sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
         pending: all arrays that the step computes.
@@ -50,6 +50,7 @@ class LaunchedStep:
         held: what has not begun yet; None: all of the step has begun.
     """
 
+    report: StepReport
     requests: list[Request]
     sampled: Sampled | None
     pending: list[mx.array] = field(default_factory=list)

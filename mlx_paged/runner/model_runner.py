@@ -49,7 +49,7 @@ from mlx_paged.sampling.sampler import (
     on_host,
     outside_rows,
 )
-from mlx_paged.scheduler.step import SampledToken, Span, Step, UnknownEndError
+from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, UnknownEndError
 
 Batches = list[tuple[Sequence[Span], Batch]]
 
@@ -161,12 +161,12 @@ class ModelRunner:
             if not isinstance(snapshot.states, list):
                 snapshot.states = unpacked(snapshot.states)
             self.states.restore(request.id, snapshot.position, cast(States, snapshot.states))
-        launched = LaunchedStep([], None)
+        launched = LaunchedStep(StepReport(step), [], None)
         if step.is_held_back:
-            launched.held = HeldBack(step, threading.get_ident())
+            launched.held = HeldBack(threading.get_ident())
         traced = self._extra_seconds
         first = self._build(step, None if before is None else before.coming, launched)
-        step.extra_seconds += self._extra_seconds - traced
+        launched.report.extra_seconds = self._extra_seconds - traced
         if launched.unsampled is not None:
             if any([request.grammar is not None for request in launched.requests]):
                 launched.pending.append(launched.unsampled[0])
@@ -193,7 +193,7 @@ class ModelRunner:
         first: list[mx.array] | None = None
         scores: Scores | None = None
         for spans, batch in self._batches(step, coming):
-            step.shared_keys += batch.shared_keys
+            launched.report.shared_keys += batch.shared_keys
             rows, scores, early = self._forward_and_first(batch, launched)
             first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
@@ -317,7 +317,7 @@ class ModelRunner:
         launched.pending += self._copied
         self._copied = []
         self._begin_last(launched)
-        held.step.rest_seconds += time.perf_counter() - started
+        launched.report.rest_seconds += time.perf_counter() - started
         if self.error is not None:
             raise self.error
 

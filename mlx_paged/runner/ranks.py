@@ -183,7 +183,8 @@ def _shared(
     tokens = mx.distributed.all_sum(tokens, group=group)[:rows]
     mx.async_eval(tokens)  # type: ignore[no-untyped-call]
     coming = PendingTokens(before.requests, tokens)
-    return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens), coming=coming)
+    sampled = Sampled(tokens, tokens, tokens)
+    return LaunchedStep(before.report, before.requests, sampled, coming=coming)
 
 
 class LeadingRunner:

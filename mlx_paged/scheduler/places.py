@@ -7,12 +7,12 @@ from weakref import ref
 from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import WaitingQueue, choose_preempted
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
 from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.tier import NoTier, Tier
 
 
 class Places:
@@ -54,8 +54,7 @@ class Places:
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, max_snapshots)
-        # K/V on a disk, and the requests that wait for it; None: there is no disk.
-        self.tier: KVDiskTier | None = None
+        self.tier: Tier = NoTier()  # K/V beyond the pool, and the requests that wait for it
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
@@ -69,8 +68,8 @@ class Places:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue, and those that wait for the disk."""
-        return len(self.waiting) + (0 if self.tier is None else len(self.tier.loading))
+        """Requests in the queue, and those that wait for the tier."""
+        return len(self.waiting) + len(self.tier.loading)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the pool can never hold the request, or the runner not compute it."""
@@ -90,7 +89,7 @@ class Places:
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it can never fit."""
         self.check_fits(request)
-        if self.tier is None or not self.tier.ask(request):
+        if not self.tier.ask(request):
             self.waiting.push(request)
 
     def park(self, request: Request) -> None:
@@ -153,7 +152,7 @@ class Places:
                     return False
                 self._evict_parked()
         step.copies += admission.copies
-        miss = admission.miss if self.tier is None else self.tier.admitted(request, admission)
+        miss = self.tier.admitted(request, admission)
         request.num_computed, request.num_behind = admission.num_cached, 0
         request.prefix_without_state = admission.prefix_without_state
         request.newest_snapshot = None

@@ -6,13 +6,14 @@ from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
+from mlx_paged.scheduler.levels import Levels
 from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.policies import choose_preempted
 from mlx_paged.scheduler.speculation import Drafter, Speculation
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import Span, Step, StepReport
+from mlx_paged.scheduler.tier import NoTier, Tier
 from mlx_paged.scheduler.turns import Turn, is_overtaken
 
 REGAIN = 1 / 64
@@ -40,19 +41,19 @@ class Scheduler(Places):
         max_stall: float | None = None,
         drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
         few_sizes: bool = False,  # whether the rows of steps with chunks have few different numbers
-        # Opens a store of K/V on a disk, if prefixes are shared.
-        open_tier: Callable[[PredictSeconds], KVDiskTier] | None = None,
+        # Opens the tier, if prefixes are shared.
+        open_tier: Callable[[PredictSeconds], Tier] | None = None,
         **options: Any,  # further arguments of :class:`Places`
     ) -> None:
         super().__init__(allocator, max_running, **options)
-        asks_disk = open_tier is not None and self.prefix_cache
-        learns = drafter is not None or asks_disk
+        self.has_tier = open_tier is not None and self.prefix_cache
+        learns = drafter is not None or self.has_tier
         self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes)
         self.speculation: Speculation | None = None
         if drafter is not None:
             self.speculation = Speculation(drafter, allocator, self.budget, self.rewinds)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
-        if open_tier is not None and asks_disk:  # last: an open disk is locked
+        if open_tier is not None and self.has_tier:  # last: an open disk is locked
             self.tier = open_tier(self.budget.seconds_to_compute)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -72,15 +73,15 @@ class Scheduler(Places):
     def schedule(self) -> Step:
         """Choose this step's tokens and make their slots writable."""
         step = Step()
-        if self.tier is not None:
-            for request in self.tier.arrived(waits=not (self.waiting or self.running)):
-                self.waiting.push(request)
+        for request in self.tier.arrived(waits=not (self.running or self.waiting)):
+            self.waiting.push(request)
         if self._isolated:
             self._schedule_isolated(step)
         else:
             self._schedule_all(step)
-        if self.tier is not None:
-            step.stores = self.tier.leaving()
+        step.stores = list(self.tier.leaving.values())
+        has_drafts = self.speculation is not None and self.speculation.reads_first
+        step.is_read_first = has_drafts or bool(step.loads)
         return step
 
     def complete(self, request: Request) -> None:
@@ -90,8 +91,7 @@ class Scheduler(Places):
             self.speculation.drafter.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
-        if self.tier is not None:
-            self.tier.forget(request)
+        self.tier.forget(request)
         if request.samples:
             self._hand_over_samples(request)
         if request.id in self.running:
@@ -113,6 +113,34 @@ class Scheduler(Places):
                     self.allocator.attach_snapshot(request.id, request.keys, snapshot)
             kept = stop if span.keep is None else span.keep  # wrong drafts lead back there
             self.allocator.trim(request.id, kept, offers=self.prefix_cache)
+
+    def begun(self, report: StepReport) -> None:
+        """Register what a step fills, which has been launched."""
+        self.commit(report.step)
+        store = self.allocator.store
+        store.copies_done()
+        report.blocks_in_use = store.blocks_in_use
+
+    def settle(self, report: StepReport) -> None:
+        """Correct the progress of a step's requests by the tokens that were chosen: drafts that
+        were wrong leave the report. Learn from the step's time."""
+        step = report.step
+        if self.speculation is not None:
+            report.choices = self.speculation.accept(step, report.choices)
+        self.commit(step)
+        if self.budget.learns:
+            own_seconds = report.seconds - step.draft_seconds - report.extra_seconds
+            self.budget.observe(step.work, own_seconds)
+
+    def copies_done(self) -> None:
+        """The copies of the step that was planned have begun, or never will."""
+        self.allocator.store.copies_done()
+
+    def discard(self, request: Request) -> None:
+        """Remove a request that could not be added. Its blocks are freed."""
+        self.complete(request)
+        if request.id in self.allocator:  # of a fork, shared before the failure
+            self.allocator.free(request.id)
 
     def clear(self, request: Request) -> None:
         """The request got a token, so it did not cause an earlier fault: do not isolate it."""
@@ -137,20 +165,50 @@ class Scheduler(Places):
             request.num_in_flight = 0
         for request in failed:
             request.error = None  # of the failed step; the caller does not know it
-            if self.tier is not None:
-                self.tier.forget(request)
+            self.tier.forget(request)
             if request not in self.waiting:  # its last token was under way
                 request.num_in_flight = request.num_computed = 0
                 self.waiting.push(request)
             self._isolated[request.id] = request
 
-    def leave_disk(self) -> None:
-        """Close the tier, if there is one; requests that waited for it wait in the queue."""
-        tier, self.tier = self.tier, None
-        if tier is not None:
-            tier.close()
-            for request in tier.loading.values():
-                self.waiting.push(request)
+    def leave_tier(self) -> None:
+        """Close the tier; requests that waited for it wait in the queue."""
+        tier, self.tier, self.has_tier = self.tier, NoTier(), False
+        tier.close()
+        for request in tier.loading.values():
+            self.waiting.push(request)
+
+    def forget_cached(self) -> None:
+        """Forget the K/V of ended requests, and close the tier."""
+        self.leave_tier()
+        self.allocator.store.drop_idle()
+
+    # What others ask
+
+    @property
+    def gives_several(self) -> bool:
+        """Whether a step may give a request several tokens."""
+        return self.speculation is not None
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.allocator.store.blocks_in_use
+
+    def levels(self) -> Levels:
+        """What is held at present, and what has been done so far."""
+        allocator, store, speculation = self.allocator, self.allocator.store, self.speculation
+        return Levels(
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self.tier.loading),
+            blocks_in_use=store.blocks_in_use,
+            blocks_cached=store.num_idle,
+            preemptions=self.num_preemptions,
+            cow_clones=store.cow_clones,
+            evictions=store.evictions,
+            prefix_hit_tokens=allocator.prefix_hit_tokens,
+            drafts=0 if speculation is None else speculation.num_drafted,
+            accepted_drafts=0 if speculation is None else speculation.num_accepted,
+        )
 
     # What is computed
 
@@ -268,8 +326,7 @@ class Scheduler(Places):
         has_room = request.id in self.parked or self.budget.can_start(step, request, block_size)
         if request.num_in_flight or not has_room:
             return False
-        asks = self.tier is not None and request.id not in self.parked
-        if self.tier is not None and asks and self.tier.delays(request, step.loads):
+        if request.id not in self.parked and self.tier.delays(request, step.loads):
             if request.id in self.tier.loading:
                 self.waiting.remove(request)
             return False

@@ -91,7 +91,7 @@ class Speculation:
         if not depths or any(request.num_in_flight for request in decodes):
             return decodes
         proposed = self.drafter.propose([*depths], [*depths.values()])
-        step.extra_seconds = self.drafter.seconds
+        step.draft_seconds = self.drafter.seconds
         reserved = self._allocator.blocks_to_append(len(decodes))
         for request, drafts in zip(depths, proposed, strict=True):
             start, behind = request.num_computed, request.num_behind

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import add
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
@@ -87,8 +87,6 @@ class Step:
     spans: list[Span] = field(default_factory=list)
     # Blocks to copy out of the pool before anything in it changes.
     stores: list[BlockTransfer] = field(default_factory=list)
-    # What waits until they are copied, once they are being copied.
-    copied: list[Callable[[], None] | None] = field(default_factory=list)
     # Blocks to write into the pool after that, before all else.
     loads: list[BlockTransfer] = field(default_factory=list)
     # Block copies to perform before any K/V is written.
@@ -99,17 +97,15 @@ class Step:
     requests: set[int] = field(default_factory=set)
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
-    shared_keys: int = 0  # that its sequences have in the same blocks as others: each is read once
-    extra_seconds: float = 0.0  # that its drafts took before it was launched, and traces
+    draft_seconds: float = 0.0  # that its drafts took before it was launched
     # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
     max_chunk_tokens: int | None = None  # limit of its chunks; None: the scheduler's budget
-    blocks_in_use: int = 0  # when it was launched
+    is_read_first: bool = False  # whether it must be read before the next step is planned
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
     # Whether only its first layers begin at once. The rest begins with the next call of the runner
     # for a step, when the tokens of the step before have been returned.
     is_held_back: bool = False
-    rest_seconds: float = 0.0  # until the rest had begun; MLX waits meanwhile for most of the step
 
     def add(self, span: Span) -> None:
         """Compute a span. It begins where its request's recurrent states are."""
@@ -157,8 +153,30 @@ class SampledToken(NamedTuple):
     error: Exception | None = None  # why there is no token
 
 
+@dataclass(slots=True)
+class StepReport:
+    """What happened when a step was computed. The runner and the pipeline fill it."""
+
+    step: Step
+    shared_keys: int = 0  # that its sequences have in the same blocks as others: each is read once
+    extra_seconds: float = 0.0  # of the launch that are not the model's: traces, images
+    # Of a step that is held back, until the rest had begun. MLX waits meanwhile for most of it.
+    rest_seconds: float = 0.0
+    blocks_in_use: int = 0  # when it had been launched
+    launch_seconds: float = 0.0  # building and submitting the graph
+    commit_seconds: float = 0.0  # registering what it fills, at its launch
+    wait_seconds: float = 0.0  # waiting for the device
+    settle_seconds: float = 0.0  # correcting the progress by its tokens
+    seconds: float = 0.0  # of the host: launch plus wait. Over all steps their sum is wall time.
+    choices: list[SampledToken] = field(default_factory=list)  # tokens that count
+
+
 class Launched(Protocol):
     """A step that a runner has started."""
+
+    @property
+    def report(self) -> StepReport:
+        """What has happened in the step so far."""
 
     @property
     def requests(self) -> list[Request]:
@@ -178,6 +196,17 @@ class DeviceError(RuntimeError):
 
 class UnknownEndError(DeviceError):
     """Another thread launched the step, and only it can know whether the device failed in it."""
+
+
+@dataclass(slots=True)
+class Observers(Generic[LaunchedT]):
+    """Functions that see the steps of an engine as they pass."""
+
+    # Called with a step that has been launched, when what it fills has been registered.
+    launched: list[Callable[[LaunchedT], None]] = field(default_factory=list)
+    # Called with a step that has been read. Its report is complete; its requests do not have the
+    # tokens yet.
+    settled: list[Callable[[LaunchedT], None]] = field(default_factory=list)
 
 
 class Runner(Protocol[LaunchedT]):
@@ -223,15 +252,11 @@ class Fault:
 
 @dataclass(slots=True)
 class StepResult:
-    """The step that ended in a call, and the steps that the call launched."""
+    """What one call brought that advances the engine."""
 
-    step: Step | None = None  # None if there was nothing to compute
-    choices: list[SampledToken] = field(default_factory=list)
-    # Host time of `step`: launch plus wait. Summed over all steps it equals wall time.
-    seconds: float = 0.0
-    schedule_seconds: float = 0.0  # of the call, for any step; so are the next two
-    launch_seconds: float = 0.0  # building and submitting the graph
-    wait_seconds: float = 0.0  # waiting for the device
+    # Of the step that ended in the call; None if there was nothing to compute, or the step failed.
+    report: StepReport | None = None
+    plan_seconds: float = 0.0  # planning the step that was launched, or finding nothing to compute
     ready: float = 0.0  # when the call had all this, on the clock without garbage collections
-    launched: list[Step] = field(default_factory=list)  # the steps launched in the call
-    fault: Fault | None = None  # `step` or a launched one failed. The choices are still valid.
+    # The step or one that was launched failed. The tokens of the report are still valid.
+    fault: Fault | None = None

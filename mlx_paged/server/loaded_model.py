@@ -110,7 +110,7 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         abilities,
         engine.token_ids,
         max_context=room,
-        has_states=not engine.scheduler.rewinds,
+        has_states=engine.manager.profile.recurrent,
         eyes=getattr(model, "eyes", None),
     )
     service = EngineService(engine).start()

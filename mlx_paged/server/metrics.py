@@ -21,11 +21,11 @@ from mlx_paged.server.recent import Recent
 Kind = type[GAUGE | COUNTER]
 
 GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
-    "requests_running": ("Sequences in the batch.", lambda e: len(e.scheduler.running)),
-    "requests_waiting": ("Sequences that wait for a place.", lambda e: e.scheduler.num_waiting),
+    "requests_running": ("Sequences in the batch.", lambda e: e.levels().running),
+    "requests_waiting": ("Sequences that wait for a place.", lambda e: e.levels().waiting),
     "kv_blocks": ("Size of the KV pool in blocks.", lambda e: e.manager.allocator.num_blocks),
-    "kv_blocks_in_use": ("Blocks that a sequence holds.", lambda e: e.manager.blocks_in_use),
-    "kv_blocks_cached": ("Free ones with a prefix.", lambda e: e.manager.allocator.store.num_idle),
+    "kv_blocks_in_use": ("Blocks that a sequence holds.", lambda e: e.levels().blocks_in_use),
+    "kv_blocks_cached": ("Free ones with a prefix.", lambda e: e.levels().blocks_cached),
     "kv_block_bytes": ("Bytes of a block in all arrays.", lambda e: e.stats.block_bytes),
     "profiling": ("1 if each phase of a step is timed.", lambda e: e.ticks.profile),
 }
@@ -64,7 +64,7 @@ VLLM_TIMES = [
 
 def engine_status(engine: Engine) -> dict[str, Any]:
     """What the status page shows of an engine. Call this on the engine's thread."""
-    now, spikes = engine.scheduler.clock(), [*engine.ticks.spikes][-NUM_SPIKES:]
+    now, spikes = engine.clock(), [*engine.ticks.spikes][-NUM_SPIKES:]
     return {
         **{name: read(engine) for name, (_, read) in GAUGES.items()},
         **{name: getattr(engine.stats, name) for name in COUNTERS},
@@ -83,7 +83,8 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     del parts["tick"]  # the sum of the others
     referenced = _by_power_of_two(allocator.store.refcount_histogram())
     queries = stats.prefix_hit_tokens + stats.prompt_tokens
-    usage = allocator.store.blocks_in_use / allocator.num_blocks
+    levels = engine.levels()
+    usage = levels.blocks_in_use / allocator.num_blocks
     vllm = "As in vLLM."
     config = GAUGE("vllm:cache_config_info", vllm, labels=["block_size", "num_gpu_blocks"])
     config.add_metric([str(stats.block_size), str(allocator.num_blocks)], 1)
@@ -99,8 +100,8 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         (COUNTER, "tick_seconds", "Time by part of the step.", parts, "part"),
         (GAUGE, "refused_kernels", "1 for each refused by the compiler.", refused, "kernel"),
         (COUNTER, "spikes", "Spikes by first cause.", ticks.causes, "cause"),
-        (GAUGE, "vllm:num_requests_running", vllm, {model: len(engine.scheduler.running)}, MODEL),
-        (GAUGE, "vllm:num_requests_waiting", vllm, {model: engine.scheduler.num_waiting}, MODEL),
+        (GAUGE, "vllm:num_requests_running", vllm, {model: levels.running}, MODEL),
+        (GAUGE, "vllm:num_requests_waiting", vllm, {model: levels.waiting}, MODEL),
         (GAUGE, "vllm:kv_cache_usage_perc", vllm, {model: usage}, MODEL),
         (COUNTER, "vllm:prompt_tokens", vllm, {model: queries}, MODEL),
         (COUNTER, "vllm:generation_tokens", vllm, {model: stats.generation_tokens}, MODEL),
@@ -108,8 +109,8 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         (COUNTER, "vllm:prefix_cache_queries", vllm, {model: queries}, MODEL),
         (COUNTER, "vllm:prefix_cache_hits", vllm, {model: stats.prefix_hit_tokens}, MODEL),
     ]
-    if engine.scheduler.tier is not None:
-        disk = engine.scheduler.tier.metrics()
+    disk = engine.scheduler.tier.metrics()
+    if disk is not None:
         rows += [(COUNTER, f"kv_disk_{name}", KV_DISK[name], disk[name]) for name in KV_DISK]
         lost = "Records that were not trusted or not written."
         rows.append((COUNTER, "kv_disk_dropped", lost, disk["dropped"], "reason"))

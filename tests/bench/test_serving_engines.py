@@ -49,7 +49,7 @@ def trace_of(num_requests=5, samples=1):
 def test_a_disk_ends_with_its_engine(model):
     trace = trace_of()
     server = make_server("mlx_paged_disk", model, limits_for(trace))
-    assert isinstance(server, PagedServer) and server.engine.scheduler.tier is not None
+    assert isinstance(server, PagedServer) and server.engine.scheduler.has_tier
     directory = server.engine.scheduler.tier.store._packs.directory
     assert directory.is_dir()
     del server

@@ -13,7 +13,7 @@ from mlx_paged.kv_disk import tier
 from mlx_paged.kv_disk.packs import FILE_MAGIC, HEADER
 from mlx_paged.runner import model_runner
 from mlx_paged.runner.model_runner import LaunchedStep
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Step, StepReport
 from tests.support import TIMEOUT
 from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
 from tests.support.models import tiny_models
@@ -81,7 +81,7 @@ def test_a_failed_copy_ends_the_step_under_way(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="device"):
         engine.runner.transfer([BlockTransfer(b"", 0, [0])], ())
     with pytest.raises(RuntimeError, match="device"):
-        engine.runner.collect(LaunchedStep([], None))
+        engine.runner.collect(LaunchedStep(StepReport(Step()), [], None))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from mlx_paged import Engine
 from mlx_paged.engine.pipeline import StepPipeline
 from mlx_paged.loading import load_model
 from mlx_paged.metrics.recorder import GcPauses
+from mlx_paged.scheduler.step import Observers
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_the_thread_that_watches_is_the_one_that_matters(clock):
 @pytest.mark.usefixtures("slow_collections")
 def test_the_working_clock_stands_still_meanwhile(clock):
     pauses = GcPauses(clock)
-    pipeline = StepPipeline(None, None, pauses)
+    pipeline = StepPipeline(None, None, pauses, Observers())
     before = pipeline._now()
     pauses.watch()
     gc.collect()

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},
-    "scheduler": {"kv_disk", "kv", *REQUESTS},
+    "scheduler": {"kv", *REQUESTS},
     "kv_disk": {"cli", "kv", "ops", "request", "starting"},
     "attention": {"kv", "ops"},
     "outputs": {"request", "sampling_params"},

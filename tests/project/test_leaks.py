@@ -36,7 +36,7 @@ ADAPTERS = {
     "profiling": 5,
     "kv_bits": 8,
     "states": 6,
-    "windows": 9,
+    "windows": 10,
     "cascade": 5,
     "compiled": 5,
 }
@@ -92,8 +92,8 @@ WRITERS = {
 
 INTERNALS = {
     "private": 0,
-    "scheduler": 40,
-    "allocator": 43,
+    "scheduler": 8,
+    "allocator": 41,
 }
 """Reads of another room's internals: underscores, the scheduler's, the allocator's."""
 

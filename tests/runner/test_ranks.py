@@ -18,7 +18,7 @@ from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.ranks import LeadingRunner, Ranks, _shared, joined, why_whole
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import Span, Step, StepReport
 from tests.support import TIMEOUT
 from tests.support.engine import rank_runs
 from tests.support.engine.rank_runs import model_of, two_ranks
@@ -160,7 +160,8 @@ def test_few_tokens_are_summed_as_so_many_numbers_as_there_are_ranks(monkeypatch
     monkeypatch.setattr(mx.distributed, "all_sum", lambda a, group: (sizes.append(a.size), a)[1])
     group = SimpleNamespace(size=lambda: 4)
     for rows in (1, 4, 6):
-        before = LaunchedStep([Request(i, [], SamplingParams(), 0) for i in range(rows)], None)
+        requests = [Request(i, [], SamplingParams(), 0) for i in range(rows)]
+        before = LaunchedStep(StepReport(Step()), requests, None)
         found = _shared(before, mx.arange(rows), group).sampled
         assert found.tokens.tolist() == list(range(rows))
     assert sizes == [4, 4, 6]

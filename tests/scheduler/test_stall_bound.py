@@ -10,7 +10,7 @@ from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.budget import MIN_CHUNK
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import SampledToken, Step
+from mlx_paged.scheduler.step import SampledToken, Step, StepReport
 from tests.support.simulation.fake_model import FakeClock
 
 BASE, ROW, TOKEN, CONTEXT = 5e-3, 1e-3, 0.2e-3, 1e-7
@@ -19,6 +19,7 @@ BASE, ROW, TOKEN, CONTEXT = 5e-3, 1e-3, 0.2e-3, 1e-7
 class Launched:
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.report = StepReport(step)
         self.requests = [span.request for span in step.spans if span.samples]
         self.errors: dict[int, Exception] = {}
 

@@ -20,7 +20,7 @@ from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import BatchTables
 from mlx_paged.scheduler.cost_model import features_of
-from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
+from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, StepWork
 from tests.support.simulation.hash_model import (
     MASK,
     allowed,
@@ -128,6 +128,7 @@ class FakeSpan:
 class FakeLaunch:
     """A step under way; `choices` are there once the device got to it."""
 
+    report: StepReport
     requests: list[Request]
     errors: dict[int, Exception]
     spans: list[FakeSpan]
@@ -190,14 +191,16 @@ class FakeRunner:
             if not isinstance(snapshot.states, State):
                 snapshot.states = State(*json.loads(bytes(snapshot.states)))
             self.states[request.id] = {snapshot.position: snapshot.states}
-        step.shared_keys = self._shared_keys([span.request.id for span in step.spans])
+        report = StepReport(step)
+        report.shared_keys = self._shared_keys([span.request.id for span in step.spans])
         spans = [
             self._span(piece, wave, before)
             for span in step.spans
             for wave, piece in enumerate(span.pieces())
         ]
         requests = [request for span in spans for request, *_ in span.draws]
-        launch = FakeLaunch(requests, _errors(requests), spans, list(step.copies), step.work)
+        errors, copies = _errors(requests), list(step.copies)
+        launch = FakeLaunch(report, requests, errors, spans, copies, step.work)
         self._queue.append(launch)
         if self._rng.random() < 0.3:
             self._compute_until(launch)

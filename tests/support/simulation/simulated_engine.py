@@ -213,10 +213,10 @@ class Simulation:
             self.counts["releases"] += 1
 
     def _reset(self) -> None:
-        tier = self.engine.scheduler.tier
-        if self.rng.random() < (0.2 if tier is None else 0.01):  # it gives up the disk
+        tier, has_tier = self.engine.scheduler.tier, self.engine.scheduler.has_tier
+        if self.rng.random() < (0.01 if has_tier else 0.2):  # it gives up the disk
             self.engine.reset_prefix_cache()
-        if tier is not None and tier.has_more() and not self.engine.has_work:
+        if tier.has_more() and not self.engine.has_work:
             self.engine._pipeline.copy_when_idle()
 
     def _anyone(self) -> list[int]:
@@ -308,7 +308,7 @@ class Simulation:
                 text = [*ticket.begun, *ticket.completion.tokens]
                 self.counts["valid"] += self.solo.check(ticket.params, text)
         waiting = [request.id for request in scheduler.waiting]
-        waiting += [] if scheduler.tier is None else list(scheduler.tier.loading)
+        waiting += scheduler.tier.loading
         assert not waiting, f"{waiting} still wait"
         for left in (scheduler.running, scheduler.parked, scheduler._isolated):
             assert not left, f"the scheduler still has {list(left)}"
