@@ -34,8 +34,8 @@ class EngineConfig(PoolConfig):
     """
 
     max_stall_ms: float | None
-    policy: Policy
-    preempt: PreemptionPolicy
+    policy: Policy | str
+    preempt: PreemptionPolicy | str
     seed: int | None
     lookahead: bool
     prewarm: bool | None

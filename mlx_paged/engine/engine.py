@@ -1,7 +1,6 @@
 """Engine: many requests generated at once from one paged pool."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import fields
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any
@@ -33,7 +32,6 @@ from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.vision.host import hosted
 from mlx_paged.vision.sight import SeenPrompt
 
-OPTIONS = {field.name for field in fields(EngineConfig)}
 QUEUEING = {"priority", "cache_salt", "keep", "turn_ends"}
 """Arguments of `add_request` that are no fields of SamplingParams."""
 
@@ -142,13 +140,41 @@ class Engine(WaitingCalls):
         kv_disk_gb: float = 20.0,
         model_files: Sequence[str | PathLike[str]] = (),
     ) -> None:
-        options = {name: each for name, each in locals().items() if name in OPTIONS}
         require_model("Engine", "model", model)
         if (host := hosted(model, tokenizer)) is not None:
             model, tokenizer = host
         self._eyes = getattr(model, "eyes", None)
         tokenizer = _with_detokenizer(tokenizer)
-        config = EngineConfig(**options)
+        config = EngineConfig(
+            block_size=block_size,
+            kv_memory=kv_memory,
+            num_blocks=num_blocks,
+            kv_bits=kv_bits,
+            max_kv_tokens=max_kv_tokens,
+            cache_limit=cache_limit,
+            max_running=max_running,
+            prefill_chunk=prefill_chunk,
+            max_stall_ms=max_stall_ms,
+            policy=policy,
+            preempt=preempt,
+            seed=seed,
+            prefix_cache=prefix_cache,
+            snapshot_memory=snapshot_memory,
+            lookahead=lookahead,
+            prewarm=prewarm,
+            speculate=speculate,
+            draft_model=draft_model,
+            num_draft_tokens=num_draft_tokens,
+            compile=compile,
+            cpu_linear=cpu_linear,
+            cascade=cascade,
+            profile=profile,
+            metrics_jsonl=metrics_jsonl,
+            spike_ms=spike_ms,
+            kv_disk=kv_disk,
+            kv_disk_gb=kv_disk_gb,
+            model_files=model_files,
+        )
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         phases = PhaseTimes() if profile else None
@@ -165,8 +191,8 @@ class Engine(WaitingCalls):
             config.max_running,
             config.prefill_chunk,
             prefix_cache=prefix_cache,
-            policy=config.policy,
-            victims=config.preempt,
+            policy=Policy(config.policy),
+            victims=PreemptionPolicy(config.preempt),
             max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
             watermark=int(WATERMARK * pooled.pool.num_blocks),
             rewinds=not profiled.recurrent,

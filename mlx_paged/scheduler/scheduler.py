@@ -1,11 +1,12 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.levels import Levels
@@ -43,9 +44,28 @@ class Scheduler(Places):
         few_sizes: bool = False,  # whether the rows of steps with chunks have few different numbers
         # Opens the tier, if prefixes are shared.
         open_tier: Callable[[PredictSeconds], Tier] | None = None,
-        **options: Any,  # further arguments of :class:`Places`
+        # The others are those of :class:`Places`.
+        prefix_cache: bool = True,
+        policy: Policy = Policy.FCFS,
+        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
+        watermark: int = 0,
+        rewinds: bool = True,
+        max_snapshots: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+        scores: bool = True,
     ) -> None:
-        super().__init__(allocator, max_running, **options)
+        super().__init__(
+            allocator,
+            max_running,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            victims=victims,
+            watermark=watermark,
+            rewinds=rewinds,
+            max_snapshots=max_snapshots,
+            clock=clock,
+            scores=scores,
+        )
         self.has_tier = open_tier is not None and self.prefix_cache
         learns = drafter is not None or self.has_tier
         self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes)

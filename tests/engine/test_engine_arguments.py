@@ -150,3 +150,19 @@ def test_a_model_that_returns_no_logits_is_refused_by_name():
     model.__class__ = ModelOfVision
     with pytest.raises(UnsupportedModelError, match="llama is refused: it returns SimpleNamespace"):
         Engine(model)
+
+
+def test_each_option_reaches_the_config_under_its_own_name(monkeypatch, loaded):
+    """Nothing but the configuration sees an option before the option is checked."""
+    names = [name for name in signature(Engine).parameters if name not in ("model", "tokenizer")]
+    given = {name: object() for name in names}
+    found = {}
+
+    def config(**options):
+        found.update(options)
+        raise ValueError("it sees them")
+
+    monkeypatch.setattr("mlx_paged.engine.engine.EngineConfig", config)
+    with pytest.raises(ValueError, match="it sees them"):
+        Engine(*loaded, **given)
+    assert found == given

@@ -1,11 +1,14 @@
 """What each step computes: decodes first, bounded prefill chunks, admission, preemption."""
 
+from inspect import signature
+
 import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Span, Step, StepWork
 
@@ -270,3 +273,23 @@ def test_a_decode_may_compute_the_last_token_of_a_prompt():
     step = Step()
     step.add_decodes([half_generated(i) for i in range(4)], [4, 5, 7, 4])
     assert step.prompt_tokens == 2
+
+
+def test_a_scheduler_hands_on_the_options_of_its_places(monkeypatch):
+    options = {
+        name: object()
+        for name, parameter in signature(Places).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    defaults, found = signature(Scheduler).parameters, {}
+
+    def init(self, allocator, max_running, **given):
+        found.update(given)
+        raise ValueError("it sees them")
+
+    for name, parameter in signature(Places).parameters.items():
+        assert defaults[name].default == parameter.default, name
+    monkeypatch.setattr(Places, "__init__", init)
+    with pytest.raises(ValueError, match="it sees them"):
+        Scheduler(None, 1, 1, **options)
+    assert found == options
