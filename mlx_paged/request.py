@@ -1,5 +1,6 @@
 """One sequence that the engine generates. Knows no mlx."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,8 +55,6 @@ class Request:
     salt: bytes = b""  # only requests with equal salts share K/V
     sight: Any = None  # the images of its prompt, as vision/sight.py describes them
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
-    # Its next token is chosen on the host (beam search), before the next step.
-    synchronous: bool = False
     num_prompt: int = 0
     num_computed: int = 0
     # Computed tokens at the end whose recurrent states are not known, after a wrong draft.
@@ -135,6 +134,13 @@ class Request:
     def snapshot_before(self) -> Snapshot | None:
         """The latest snapshot of its recurrent states, if it is not dropped."""
         return None if self.newest_snapshot is None else self.newest_snapshot()
+
+    @property
+    def may_forbid_all(self) -> bool:
+        """Whether its options may forbid every token."""
+        params = self.params
+        forbids = -math.inf in dict(params.logit_bias).values() or self.grammar is not None
+        return forbids or bool(params.logits_processors)
 
     @property
     def num_pending(self) -> int:

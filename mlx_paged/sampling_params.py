@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from mlx_paged.arguments import is_count, is_real, is_whole, require, suggesting_fields
@@ -220,3 +220,9 @@ GRAMMARS = ("json_schema", "regex", "grammar")  # fields of which one may constr
 
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""
+
+
+def chosen_by_caller(params: SamplingParams, num_candidates: int) -> SamplingParams:
+    """`params` for a request whose caller chooses each token among so many candidates, so that no
+    token can be computed ahead."""
+    return replace(params, logprobs=num_candidates, speculate=False)

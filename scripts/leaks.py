@@ -101,6 +101,9 @@ SEQUENCES = {"Request": "request.py", "SequenceBlocks": "kv/block_tables.py"}
 NOT_PRIVATE = {"_", "_replace", "_asdict", "_fields", "_make"}
 """Names that begin with an underscore and are public: those of named tuples."""
 
+OTHERS = {"params"}
+"""Names of objects that have fields with the names of a sequence's."""
+
 MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse"),
     *("add", "update", "discard", "setdefault", "popitem", "popleft", "appendleft"),
@@ -227,7 +230,8 @@ class Sources:
             attribute = _last_attribute(target) if of_self or is_foreign else ""
             if attribute in self.sequence_fields:
                 yield attribute
-        if isinstance(node, ast.Call) and _last_name(node.func) in ("setattr", "replace"):
+        is_call = isinstance(node, ast.Call) and _last_name(node.func) in ("setattr", "replace")
+        if isinstance(node, ast.Call) and is_call and _last_name(node.args[0]) not in OTHERS:
             given = [k.arg for k in node.keywords if k.arg]
             given += [str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)]
             yield from self.sequence_fields.intersection(given)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
+from mlx_paged.sampling_params import chosen_by_caller
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Runner, SampledToken
 
@@ -158,8 +159,7 @@ class BeamSearch:
         vocab_size: int | None,  # tokens that can be candidates; None: unknown
     ) -> None:
         num_candidates = min(group.num_candidates, vocab_size or group.num_candidates)
-        root.params = replace(root.params, logprobs=num_candidates)
-        root.synchronous = True
+        root.params = chosen_by_caller(root.params, num_candidates)
         self.root = root
         self.group = group
         self._live = [root]
@@ -186,8 +186,7 @@ class BeamSearch:
         for request_id in [i for i, search in self._searches.items() if search is self]:
             del self._searches[request_id]
         for request in self._live:
-            scheduler.complete(request)
-            runner.drop(request)
+            _drop(request, scheduler, runner)
         best = self.group.best
         self.root.tokens[self.root.num_prompt :] = best[0].tokens if best else []
         self.root.logprobs = best[0].logprobs if best else []
@@ -217,8 +216,7 @@ class BeamSearch:
                 request.logprobs.append(first[index].logprob)
                 scheduler.unpark(request)
             else:
-                scheduler.complete(request)
-                runner.drop(request)
+                _drop(request, scheduler, runner)
         self._live = live
 
     def _fork(self, survivor: Survivor, scheduler: Scheduler, runner: Runner[Any]) -> Request:
@@ -227,9 +225,14 @@ class BeamSearch:
         told = root.priority, root.salt, (), root.sight
         child = self._make_request(tokens, root.params, 0, *told)
         child.num_prompt, child.logprobs = root.num_prompt, [*parent.logprobs, survivor.logprob]
-        child.synchronous = True
         child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)
         self._searches[child.id] = self
         scheduler.fork(parent, child)
         runner.fork(parent, child)
         return child
+
+
+def _drop(request: Request, scheduler: Scheduler, runner: Runner[Any]) -> None:
+    """Give up a hypothesis: no prompt continues it."""
+    scheduler.complete(request, is_continued=False)
+    runner.drop(request)

@@ -1,5 +1,6 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -259,7 +260,7 @@ class EngineCore:
         request_id = integer("fork", "request_id", request_id)
         self._settle()  # the step under way may end the request
         parent = self.request(request_id)
-        if parent is None or parent.synchronous:
+        if parent is None or request_id in self._beams:
             raise ValueError(
                 f"[fork] request_id is {request_id}: expected a request under way, or an ended one"
                 " that was added with keep=True"
@@ -385,7 +386,7 @@ class EngineCore:
                 self._note_first_tokens(choices)
             for choice in choices:
                 self._append(choice)
-                if choice.request.grammar is not None:
+                if choice.request.grammar is not None and choice.request.id not in self._beams:
                     for forced in self._pipeline.forced_after(choice):
                         self._append(forced)
                         self.stats.generation_tokens += 1
@@ -397,7 +398,7 @@ class EngineCore:
     def _note_first_tokens(self, choices: Sequence[SampledToken]) -> None:
         for choice in choices:
             request = choice.request
-            if request.synchronous and request.id in self._beams:
+            if request.id in self._beams:
                 request = self._beams[request.id].root
             if request.first_token_time is None:
                 request.first_token_time = self.clock()
@@ -406,14 +407,17 @@ class EngineCore:
     def _append(self, choice: SampledToken) -> None:
         """Give a request that has not ended its next token. Its text may wait for more tokens."""
         request = choice.request
-        if request.finish_reason or (request.synchronous and request.id not in self._beams):
+        search = self._beams.get(request.id)
+        if search is None and request.id not in self._requests:
             return  # it ended earlier in this very step
-        if choice.error is not None:
-            return self._fail(request, choice.error)
+        cause = choice.error
+        if cause is None and search is None:  # a search drops a hypothesis without a next token
+            cause = _why_there_is_no_token(choice)
+        if cause is not None:
+            return self._fail(request, cause)
         self.device_faults = 0
         self.scheduler.clear(request)
-        if request.synchronous:
-            search = self._beams[request.id]
+        if search is not None:
             search.append(choice, self.scheduler, self.runner)
             if search.group.done:
                 self._end(search.root, search.finish_reason)
@@ -466,3 +470,14 @@ class EngineCore:
             return completion
         keeps_space = bool(request.params.keep_space)
         return search.result(completion, partial(self._outputs.text_of, keeps_space=keeps_space))
+
+
+def _why_there_is_no_token(choice: SampledToken) -> Exception | None:
+    """The error of a request whose options leave no token: all its logits are NaN or -inf. None if
+    there is a token."""
+    if not math.isnan(choice.logprob) or not choice.request.may_forbid_all:
+        return None
+    return ValueError(
+        "[SamplingParams] logits_processors or logit_bias leave no token: "
+        "expected at least one finite logit, and no NaN"
+    )

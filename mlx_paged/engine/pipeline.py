@@ -98,7 +98,7 @@ class StepPipeline(Generic[LaunchedT]):
         chooses the first of them, too; that choice is dropped."""
         request, grammar = choice.request, choice.request.grammar
         assert grammar is not None
-        if not self.fast_forward or request.finish_reason or request.synchronous:
+        if not self.fast_forward or request.finish_reason:
             return []
         if self._last.get(request.id, choice) is not choice:  # a right draft
             return []
@@ -165,7 +165,7 @@ class StepPipeline(Generic[LaunchedT]):
         self._scheduler.begun(launched.report)
         committed_at = self._now()
         for request in launched.requests:
-            request.num_in_flight += not request.synchronous
+            request.num_in_flight += 1
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
         ended, report = self._now(), launched.report
@@ -196,7 +196,7 @@ class StepPipeline(Generic[LaunchedT]):
             choices = [choice for choice in choices if choice.request.id not in known]
             self._known = []
         for request in launched.requests:
-            request.num_in_flight -= not request.synchronous
+            request.num_in_flight -= 1
         report.choices = [choice for choice in choices if not choice.request.finish_reason]
         settling = self._now()
         try:

@@ -45,7 +45,6 @@ from mlx_paged.sampling.sampler import (
     PendingTokens,
     Sampler,
     Scores,
-    empty_rows,
     on_host,
     outside_rows,
 )
@@ -292,7 +291,7 @@ class ModelRunner:
             return []
         tokens, logprobs, tops = on_host(launched.sampled)
         outside = outside_rows(launched.sampled, tokens)
-        errors = empty_rows(launched.sampled, logprobs) | outside | launched.errors
+        errors = outside | launched.errors
         rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
 

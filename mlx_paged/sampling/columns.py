@@ -93,7 +93,6 @@ class SamplingRows:
         self.constrained = [pair[::-1] for rows in constrained.values() for pair in enumerate(rows)]
         self.reported = Subset(reported, len(params)) if reported else None
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
-        self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]
 
 
 def _drawn(
@@ -178,13 +177,6 @@ def _biases(
     if not cells:
         return None, errors
     return (*_indices(cells), mx.array(_float32(values))), errors
-
-
-def _may_be_empty(request: Request) -> bool:
-    """Whether its options may forbid every token; a beam search drops such a hypothesis."""
-    params = request.params
-    forbids = -math.inf in dict(params.logit_bias).values() or request.grammar is not None
-    return (forbids or bool(params.logits_processors)) and not request.synchronous
 
 
 def tokens_of(request: Request, drafts: Mapping[int, Sequence[int]]) -> list[int]:

@@ -1,6 +1,5 @@
 """The next token of every row, each with its own options and random stream."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,7 +57,6 @@ class Sampled:
     chosen: mx.array | None = None
     # By row, why it has no token; its entry of `tokens` is then meaningless.
     errors: dict[int, Exception] = field(default_factory=dict)
-    may_be_empty: Sequence[int] = ()  # rows that have no token if their log-probability is NaN
 
     def below(self, limit: int) -> "Sampled":
         """The same with token ids below `limit`."""
@@ -168,7 +166,7 @@ class Sampler:
             none = mx.zeros(shape, mx.int32), mx.full(shape, -mx.inf)
             tops = rows.reported.put(none[0], found[0]), rows.reported.put(none[1], found[1])
         reported = tokens, own[:, 0], logprobs, tops[0], tops[1]
-        return Sampled(*reported, chosen, errors, rows.may_be_empty)
+        return Sampled(*reported, chosen, errors)
 
     def _compose(self, requests: Sequence[Request], vocab: int, drafts: Drafts = NO_DRAFTS) -> None:
         rows = self._rows = SamplingRows(requests, vocab)
@@ -336,18 +334,6 @@ def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
     order = mx.argsort(-values, axis=-1)
     tokens, values = (mx.take_along_axis(array, order, axis=-1) for array in (tokens, values))
     return tokens.astype(mx.int32), values.astype(mx.float32)
-
-
-def empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Exception]:
-    """Errors of rows in which the caller's options leave no token: all logits are NaN or -inf."""
-    return {
-        row: ValueError(
-            "[SamplingParams] logits_processors or logit_bias leave no token: "
-            "expected at least one finite logit, and no NaN"
-        )
-        for row in sampled.may_be_empty
-        if math.isnan(logprobs[row])
-    }
 
 
 def outside_rows(sampled: Sampled, tokens: Sequence[int]) -> dict[int, Exception]:

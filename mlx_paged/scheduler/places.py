@@ -104,10 +104,10 @@ class Places:
         elif request not in self.waiting:
             self.waiting.push(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request, is_continued: bool = True) -> None:
         """Free a parked sequence's blocks, if it still has them."""
         if self.parked.pop(request.id, None) is not None:
-            self._free(request)
+            self._free(request, is_continued)
 
     # What they hold
 
@@ -191,19 +191,19 @@ class Places:
         request.num_computed = 0
         return request
 
-    def _leave_running(self, request: Request) -> None:
+    def _leave_running(self, request: Request, is_continued: bool = True) -> None:
         """Stop running a request. The last token's K/V is never needed."""
         del self.running[request.id]
         if request.keep_blocks:
             self.parked[request.id] = request
         else:
-            self._free(request)
+            self._free(request, is_continued)
 
-    def _free(self, request: Request) -> None:
+    def _free(self, request: Request, is_continued: bool) -> None:
         """Free the blocks. Prompts that begin with these tokens can still reuse them."""
         num_computed = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and num_computed:
             self.allocator.register_tail(request.id, request.keys, num_computed)
-            if self._plan is not None:
+            if self._plan is not None and is_continued:
                 self._plan.at_the_end(request)
         self.allocator.free(request.id)

@@ -104,8 +104,9 @@ class Scheduler(Places):
         step.is_read_first = has_drafts or bool(step.loads)
         return step
 
-    def complete(self, request: Request) -> None:
-        """Remove a request. Its blocks are freed, which caches them, or stay parked."""
+    def complete(self, request: Request, is_continued: bool = True) -> None:
+        """Remove a request. Its blocks are freed, which caches them, or stay parked. Unless
+        `is_continued`, no prompt is expected to continue it: its last recurrent states go."""
         self._isolated.pop(request.id, None)
         if self.speculation is not None:
             self.speculation.drafter.drop(request)
@@ -115,9 +116,9 @@ class Scheduler(Places):
         if request.samples:
             self._hand_over_samples(request)
         if request.id in self.running:
-            self._leave_running(request)
+            self._leave_running(request, is_continued)
         elif not request.keep_blocks:
-            self.release(request)
+            self.release(request, is_continued)
 
     def commit(self, step: Step) -> None:
         """Register the blocks that the step filled, as far as their tokens are known. Their K/V is

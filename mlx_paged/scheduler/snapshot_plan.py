@@ -56,7 +56,7 @@ class SnapshotPlan:
 
     def at_the_end(self, request: Request) -> None:
         """Keep the last states of a request that will free its registered blocks."""
-        if request.synchronous or request.num_computed > len(request.tokens):
+        if request.num_computed > len(request.tokens):
             return
         position = request.num_computed - request.num_behind
         snapshot = Snapshot(position, before=request.snapshot_before)

@@ -138,7 +138,7 @@ class Speculation:
         self.drafter.verified(request, drafted, accepted)
 
     def _likelihood(self, request: Request) -> float:
-        if request.synchronous or not request.params.speculates or request.samples:
+        if not request.params.speculates or request.samples:
             return 0.0
         if request.num_behind > MOST_BEHIND:
             return 0.0

@@ -49,6 +49,7 @@ class FaultyRunner:
         alone: requests that were the only one in a failed step.
         beams_failed: whether a beam search was in a failed step.
         on_launch: called with every step.
+        is_beam: whether a request of this id is a hypothesis of a beam search.
     """
 
     inner: Runner[Any]
@@ -60,6 +61,7 @@ class FaultyRunner:
     alone: set[int] = field(default_factory=set)
     beams_failed: bool = False
     on_launch: Callable[[Step], None] = lambda step: None
+    is_beam: Callable[[int], bool] = lambda request_id: False
 
     def __post_init__(self) -> None:
         self._under_way: list[_UnderWay] = []
@@ -123,5 +125,5 @@ class FaultyRunner:
             ids = {request.id for request in requests}
             self.took_part.update(ids)
             self.alone |= ids if len(ids) == 1 else set()
-            self.beams_failed |= any(request.synchronous for request in requests)
+            self.beams_failed |= any(map(self.is_beam, ids))
         raise error

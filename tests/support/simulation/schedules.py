@@ -120,6 +120,7 @@ class Features:
             setting = replace(setting, fault_rate=0.0)  # a failed step ends all ranks
             engine.runner = PlannedRunner(engine.runner, engine.scheduler.allocator)
         runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
+        runner.is_beam = engine._beams.__contains__
         scheduler = engine.scheduler
         if (drafter := _drafter_for(solo, name)) is not None:
             drafter.never = runner.bad
