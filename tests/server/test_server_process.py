@@ -26,24 +26,33 @@ from tests.support.commands.server_harness import (
 
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
 pytest_plugins = ["tests.support.commands.server_fixtures"]
+SLOW = """
+import runpy
+import time
+from mlx_paged.engine.engine import Engine
+step = Engine.step
+Engine.step = lambda engine: time.sleep(0.02) or step(engine)
+runpy.run_module("mlx_paged.server", run_name="__main__", alter_sys=True)
+"""
+"""A server on which LONG takes 30 s, so that no text ends before a signal."""
 ENDED = b"the answer ended early: the server is stopping"
 JSON = "Content-Type: application/json\r\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "flags", "end"),
+    ("program", "how", "flags", "end"),
     [
-        ([signal.SIGINT], ["--drain-seconds", "0.2"], ENDED),
-        ([signal.SIGTERM], ["--drain-seconds", "0.2"], ENDED),
-        ([signal.SIGTERM], [], b"[DONE]"),
-        ([signal.SIGINT, signal.SIGINT], [], None),
+        (["-c", SLOW], [signal.SIGINT], ["--drain-seconds", "0.2"], ENDED),
+        (["-c", SLOW], [signal.SIGTERM], ["--drain-seconds", "0.2"], ENDED),
+        (["-m", "mlx_paged.server"], [signal.SIGTERM], [], b"[DONE]"),
+        (["-c", SLOW], [signal.SIGINT, signal.SIGINT], [], None),
     ],
     ids=["interrupted", "short", "finished", "forced"],
 )
-def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how, flags, end):
+def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(program, how, flags, end):
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_paged.server", "--port", "0", "--kv-memory", "0.05", *flags],
+        [sys.executable, *program, "--port", "0", "--kv-memory", "0.05", *flags],
         stderr=subprocess.PIPE,
         text=True,
     )
