@@ -393,6 +393,29 @@ def test_an_abort_that_leaves_a_snapshot_does_not_begin_what_is_held_back():
     assert again.cached_prompt_tokens == len(prompt + tokens)
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "mamba2"])
+def test_the_snapshot_of_an_aborted_prompt_begins_nothing_of_its_chunk(kind):
+    """The snapshot has the states at the end of the chunk that is held back."""
+    model = tiny_model(kind)
+    engine = make_engine(model)
+    engine.add_request(SHORT, max_tokens=20)
+    for _ in range(4):
+        engine.step()
+    prompt = LONG[:CHUNK]
+    request = engine.add_request(prompt, max_tokens=4)
+    engine.step()
+    pending = list(under_way(engine).launched.pending)
+    begun = list(map(has_begun, pending))
+    engine.abort(request)
+    assert not all(begun) and list(map(has_begun, pending)) == begun
+    states = list(engine.runner._copied)
+    engine.settle()
+    assert states and all(map(has_begun, states))  # another thread could not begin them
+    (again,) = engine.generate([[*prompt, 3]], max_tokens=6)
+    assert again.tokens == solo_greedy(model, [*prompt, 3], 6)
+    assert again.cached_prompt_tokens == len(prompt)
+
+
 def test_steps_begin_in_the_order_of_their_launches(model, monkeypatch):
     """A step may write into blocks that the step before it still reads."""
     launches, begins = [], []
