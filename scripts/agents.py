@@ -1,54 +1,30 @@
-"""Runs coding agents from npm against a server whose model follows a script: each agent writes a
-file with a tool, reads it with another call, and says what it read.
+"""Runs clients of agents from npm and PyPI against a server whose model follows a script: each one
+writes files with tools, turn after turn, in three formats of tool calls; the files are compared
+with what the model wrote.
 
     npm install --prefix DIR @anthropic-ai/claude-code @openai/codex \\
         opencode-ai @qwen-code/qwen-code
-    unshare -rn sh -c 'ip link set lo up; python -m scripts.agents DIR/node_modules/.bin'
+    python -m venv DIR/python && DIR/python/bin/pip install openai-agents
+    unshare -rn sh -c 'ip link set lo up; python -m scripts.agents DIR'
 
-The model is the demo model, which computes every token; only what it says is replaced. Nothing but
-loopback is needed. Agents that are not there are left out. The exit status is 1 if one failed.
+Nothing but loopback is needed. A client that is not there is listed as not installed. The exit
+status is 1 if one failed or if none is there.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+from scripts.agents_model import ENDED, FORMATS, MODEL, Task, scripted
 
-from mlx_paged.protocol import prompts
-from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import flags
-from mlx_paged.server.__main__ import serving
-
-TASK = "Write a file with a shell command, read it with another one, and tell me what it says."
-TEXT = "made-by-an-agent"
+TASK = "Write files with the tools that you have, until all of them are written."
 TIMEOUT_S = 300
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{% set tool_call = c.function %}"
-    '<tool_call>\n{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-SHELLS = {
-    "exec_command": "cmd",
-    "Bash": "command",
-    "bash": "command",
-    "run_shell_command": "command",
-}
-"""Tools of the agents that run a shell command, and their argument for it."""
-
-MODEL = "agent"
 CODEX = f"""model = "{MODEL}"
 model_provider = "local"
 [model_providers.local]
@@ -66,103 +42,116 @@ OPENCODE = {
         }
     },
 }
-COMMANDS = {
-    "claude": ["-p", TASK, "--permission-mode", "bypassPermissions"],
-    "codex": ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK],
-    "opencode": ["run", "--model", f"local/{MODEL}", TASK],
-    "qwen": ["-p", TASK, "--yolo", "--auth-type", "openai"],
+NPM = "node_modules/.bin"
+PYTHON = "python/bin/python"
+WRITES = ["-P", str(Path(__file__).with_name("openai_agents_writes.py"))]
+CLIENTS = {
+    "codex": [
+        f"{NPM}/codex",
+        "exec",
+        "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
+        TASK,
+    ],
+    "qwen-code": [f"{NPM}/qwen", "-p", TASK, "--yolo", "--auth-type", "openai"],
+    "openai-agents chat": [PYTHON, *WRITES, "chat", "@URL@", MODEL, "@TURNS@", TASK],
+    "openai-agents responses": [PYTHON, *WRITES, "responses", "@URL@", MODEL, "@TURNS@", TASK],
+    "opencode": [f"{NPM}/opencode", "run", "--model", f"local/{MODEL}", TASK],
+    "claude-code": [f"{NPM}/claude", "-p", TASK, "--permission-mode", "bypassPermissions"],
 }
+"""Commands of the clients; the program's path is relative to the folder of all."""
 
 
-def say(fields: dict[str, Any]) -> str:
-    """The script: what the model says to a request."""
-    results = [m["content"] for m in fields["messages"] if m["role"] == "tool"]
-    offered = {tool["function"]["name"]: tool["function"] for tool in fields["tools"]}
-    shell = next((name for name in SHELLS if name in offered), None)
-    if shell is None or len(results) > 1:
-        return f"The file says: {results[-1]}" if results else "A title"
-    arguments: dict[str, Any] = {
-        SHELLS[shell]: [f"echo {TEXT} > made.txt", "cat made.txt"][len(results)]
-    }
-    for name in offered[shell]["parameters"].get("required", ()):
-        arguments.setdefault(name, False if name == "is_background" else "a step of the task")
-    return f"<tool_call>\n{json.dumps({'name': shell, 'arguments': arguments})}\n</tool_call>"
+def version(folder: Path, client: str) -> str | None:
+    """The version of a client, None if it is not installed."""
+    program = folder / CLIENTS[client][0]
+    told = ["--version"]
+    if client.startswith("openai-agents"):
+        told = ["-c", "from importlib import metadata as m; print(m.version('openai-agents'))"]
+    if not program.exists():
+        return None
+    done = subprocess.run([program, *told], capture_output=True, text=True)
+    numbers = re.findall(r"\d+(?:\.\d+)+", done.stdout)
+    return str(numbers[0]) if done.returncode == 0 and numbers else None
 
 
-@contextmanager
-def scripted() -> Iterator[str]:
-    """The URL of a server whose answers are those of :func:`say`."""
-    sampling = prompts.sampling
-
-    def forced(model: Any, prompt: Any, fields: dict[str, Any], args: Any) -> SamplingParams:
-        params, first = sampling(model, prompt, fields, args), len(prompt.tokens)
-        ends = sorted(model.tokenizer.eos_token_ids)[:1]
-        script = [*model.tokenizer.encode(say(fields), add_special_tokens=False), *ends]
-
-        def choose(tokens: mx.array, logits: mx.array) -> mx.array:
-            token = script[min(tokens.size - first, len(script) - 1)]
-            chosen = mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -mx.inf)
-            return chosen[None].astype(logits.dtype)
-
-        return dataclasses.replace(params, logits_processors=(choose,))
-
-    options = ["--chat-template", TEMPLATE, "--max-context", "131072", "--kv-memory", "0.6"]
-    options += ["--port", "0", "--served-model-name", MODEL, "--max-models", "0"]
-    prompts.sampling = forced
-    try:
-        with serving(flags.parse(options)) as server:
-            thread = threading.Thread(target=server.run)
-            thread.start()
-            yield f"http://127.0.0.1:{server.address[1]}"
-            server.should_exit = True
-            thread.join()
-    finally:
-        prompts.sampling = sampling
+def environment(client: str, home: Path, work: Path, url: str) -> dict[str, str]:
+    """The variables of a client, whose settings are written below `home`."""
+    (home / ".codex").mkdir(parents=True)
+    (home / ".codex" / "config.toml").write_text(CODEX.replace("@URL@", url))
+    own = {"HOME": str(home), "IS_SANDBOX": "1", "XDG_CONFIG_HOME": str(home / ".config")}
+    own |= {"CODEX_HOME": str(home / ".codex"), "PWD": str(work)}
+    own |= {"OPENCODE_CONFIG_CONTENT": json.dumps(OPENCODE).replace("@URL@", url)}
+    if client != "opencode":  # which would take Anthropic's model
+        own |= {"ANTHROPIC_BASE_URL": url, "OPENAI_BASE_URL": f"{url}/v1"}
+        for api in ("ANTHROPIC", "OPENAI"):
+            own |= {f"{api}_API_KEY": "none", f"{api}_MODEL": MODEL}
+    return os.environ | own
 
 
-def run(name: str, program: Path, url: str) -> tuple[bool, str]:
-    """Whether an agent did its task, and what it printed."""
-    with tempfile.TemporaryDirectory(dir=os.environ.get("HOME")) as folder:
-        home, work = Path(folder, "home"), Path(folder, "work")
-        work.mkdir()
-        (home / ".codex").mkdir(parents=True)
-        (home / ".codex" / "config.toml").write_text(CODEX.replace("@URL@", url))
-        subprocess.run(["git", "init", "-q", work], check=True)
-        own = {"HOME": str(home), "IS_SANDBOX": "1", "XDG_CONFIG_HOME": str(home / ".config")}
-        own |= {"CODEX_HOME": str(home / ".codex"), "PWD": str(work)}
-        own |= {"OPENCODE_CONFIG_CONTENT": json.dumps(OPENCODE).replace("@URL@", url)}
-        if name != "opencode":  # which would take Anthropic's model
-            own |= {"ANTHROPIC_BASE_URL": url, "OPENAI_BASE_URL": f"{url}/v1"}
-            for api in ("ANTHROPIC", "OPENAI"):
-                own |= {f"{api}_API_KEY": "none", f"{api}_MODEL": MODEL}
-        options: dict[str, Any] = {"cwd": work, "env": os.environ | own, "text": True}
-        options |= {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": TIMEOUT_S}
+def differences(task: Task) -> list[str]:
+    """Names of the files that are not byte for byte what the model wrote."""
+    found = {path.name: path.read_bytes() for path in task.folder.glob("*.txt")}
+    wanted = {name: text.encode() for name, text in task.wanted().items()}
+    return sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n))
+
+
+def run(folder: Path, client: str, url: str, task: Task) -> tuple[bool, str]:
+    """Whether a client came to its end, and what the client printed."""
+    program, *options = CLIENTS[client]
+    filled = [o.replace("@URL@", url).replace("@TURNS@", str(task.num_turns)) for o in options]
+    with tempfile.TemporaryDirectory(dir=os.environ.get("HOME")) as home:
+        variables = environment(client, Path(home, "home"), task.folder, url)
+        subprocess.run(["git", "init", "-q", task.folder], check=True)
+        where: dict[str, Any] = {"cwd": task.folder, "env": variables, "text": True}
+        where |= {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": TIMEOUT_S}
         try:
-            done = subprocess.run([program, *COMMANDS[name]], **options)
+            done = subprocess.run([folder / program, *filled], **where)
         except subprocess.TimeoutExpired as error:
             return False, f"no end within {TIMEOUT_S} s: {error.stdout!r} {error.stderr!r}"
-        made = work / "made.txt"
-        is_made = made.exists() and made.read_text() == f"{TEXT}\n"
-        is_told = re.search(f"The file says: .*{TEXT}", done.stdout, re.DOTALL) is not None
-        return done.returncode == 0 and is_made and is_told, done.stdout + done.stderr
+        return done.returncode == 0 and ENDED in done.stdout, done.stdout + done.stderr
+
+
+def checked(
+    folder: Path, client: str, written: str, url: str, tasks: list[Task], turns: int
+) -> str:
+    """The row of a client in a format, with what failed."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("HOME")) as place:
+        task = Task(Path(place), turns)
+        tasks.append(task)
+        is_ended, printed = run(folder, client, url, task)
+        wrong = differences(task)
+    count = task.num_results
+    is_whole = is_ended and not wrong and count == turns * task.num_calls
+    equal = f"{len(task.wanted()) - len(wrong)} of {len(task.wanted())}"
+    if not is_whole:
+        print(f"== {client}, {written}: ended {is_ended}, differ {wrong}\n{printed}\n", flush=True)
+    result = "yes" if is_whole else "NO"
+    return f"| {client} | {written} | {count // task.num_calls} | {count} | {equal} | {result} |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="folder of the agents' programs")
-    folder = parser.parse_args().folder.resolve()
-    found = {name: folder / name for name in COMMANDS if (folder / name).exists()}
-    failed, rows = [], ["| agent | version | result |", "|---|---|---|"]
-    with scripted() as url:
-        for name, program in found.items():
-            is_done, printed = run(name, program, url)
-            result = "done" if is_done else "FAILED"
-            print(f"== {name}: {result}\n{printed.strip()}\n", flush=True)
-            failed += [] if is_done else [name]
-            version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
-            rows.append(f"| {name} | {version.strip()} | {result} |")
+    parser.add_argument("folder", type=Path, help="folder of the clients, with python/ inside")
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=[*CLIENTS])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=[*FORMATS])
+    parser.add_argument("--turns", type=int, default=20, help="turns with calls (default: 20)")
+    options = parser.parse_args()
+    folder = options.folder.absolute()
+    versions = {client: version(folder, client) for client in options.clients}
+    found = [client for client, told in versions.items() if told]
+    rows = ["| client | format | turns | calls | files equal | done |", "|---|---|---|---|---|---|"]
+    rows += [f"| {client} | not installed | | | | |" for client in versions if client not in found]
+    for written in options.formats:
+        tasks: list[Task] = []
+        with scripted(FORMATS[written], tasks) as url:
+            for client in found:
+                row = checked(folder, client, written, url, tasks, options.turns)
+                print(row, file=sys.stderr, flush=True)
+                rows.append(row)
     print("\n".join(rows))
-    print(json.dumps({"agents": sorted(found), "failed": failed}))
+    failed = sum(row.endswith("| NO |") for row in rows)
+    print(json.dumps({"versions": versions, "formats": options.formats, "failed": failed}))
     return 1 if failed or not found else 0
 
 
