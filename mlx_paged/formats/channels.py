@@ -1,6 +1,6 @@
 """Answers of several messages, each with a header that says what it is."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from mlx_paged.formats.events import Call, Event, NoCall, Text, Thought
@@ -60,8 +60,14 @@ class Channels(Format):
         """
         raise NotImplementedError
 
-    def parser(self, tools: Sequence[Any], begin: Begin, is_data: bool = False) -> Parser:
-        return Messages(self, begin, tools)
+    def parser(
+        self,
+        tools: Sequence[Any],
+        begin: Begin,
+        is_data: bool = False,
+        allowed: Collection[str] | None = None,
+    ) -> Parser:
+        return Messages(self, begin, Tools(tools, allowed=allowed))
 
     def begin(self, generation_prompt: str, continued: str | None) -> Begin:
         if continued is not None:
@@ -76,9 +82,9 @@ class Channels(Format):
 class Messages:
     """The parser of an answer of messages. Without tools none of them is a call."""
 
-    def __init__(self, form: Channels, begin: Begin, tools: Sequence[Any]) -> None:
+    def __init__(self, form: Channels, begin: Begin, tools: Tools) -> None:
         self._form = form
-        self._tools = Tools(tools)
+        self._tools = tools
         self._rest = ""  # coded text that is not certain yet
         self._header = ""  # the text of a header that is open
         self._body = ""  # of a call
@@ -177,6 +183,9 @@ class Messages:
             return
         body, self._body = self._body, ""
         try:
-            events += self._form.calls_of(self._message.recipient, body, is_whole, self._tools)
+            calls = self._form.calls_of(self._message.recipient, body, is_whole, self._tools)
+            if not self._tools.allow(calls):
+                raise NoCall
+            events += calls
         except NoCall:
             events.append(Text(self._form.marks.plain(body), end))

@@ -19,7 +19,7 @@ that is written after the documentation of the family. ``registry.py`` lists the
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -91,17 +91,25 @@ class Format:
         """
         raise NotImplementedError
 
-    def parser(self, tools: Sequence[Any], begin: Begin, is_data: bool = False) -> Parser:
+    def parser(
+        self,
+        tools: Sequence[Any],
+        begin: Begin,
+        is_data: bool = False,
+        allowed: Collection[str] | None = None,
+    ) -> Parser:
         """A parser of one answer.
 
         Args:
-            tools: those that may be called, in the form of chat completions; if there are none,
+            tools: those of the request, in the form of chat completions; if there are none,
                 nothing is a call.
             begin: where the answer begins.
             is_data: the content follows a schema or a grammar.
+            allowed: the names that may be called, other calls are text; None: every name.
         """
         calls = self if tools and (self.openers or self.first_openers) else None
-        inline = Inline(self.marks, self.thoughts, calls, Tools(tools, is_data), begin, is_data)
+        known = Tools(tools, is_data, allowed)
+        inline = Inline(self.marks, self.thoughts, calls, known, begin, is_data)
         inline.silent = self.silent
         return inline
 

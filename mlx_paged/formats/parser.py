@@ -304,30 +304,33 @@ class Inline:
             next(self._steps)
             return False
         except StopIteration as done:
-            self._take_calls(done.value, scan.text[: scan.at], events)
             self._rest = scan.text[scan.at :]
+            self._take_calls(done.value, scan.text[: scan.at], events)
         except NoCall:
             if scan.kept:
-                self._take_calls(scan.kept, scan.text[: scan.kept_at], events)
                 self._rest = scan.text[scan.kept_at :]
+                self._take_calls(scan.kept, scan.text[: scan.kept_at], events)
             else:
                 openers = (*self._calls.openers, *self._calls.first_openers)
                 opener = max((o for o in openers if scan.text.startswith(o)), key=len)
                 self._rest = scan.text[len(opener) :]
-                self._tell_opener(self._space + opener, events)
+                self._tell_as_text(self._space + opener, events)
         self._scan = self._steps = None
         return True
 
     def _take_calls(self, calls: list[Call], text: str, events: list[Event]) -> None:
-        """Tell calls; those in a thought wait for what follows `text`, which they are."""
-        if self.thinks:
+        """Tell calls; those in a thought wait for what follows `text`, which they are. Calls that
+        may not be made are text."""
+        if not self._tools.allow(calls):
+            self._tell_as_text(self._space + text, events)
+        elif self.thinks:
             self._late.append((calls, self._space + text))
         else:
             self._is_empty = self._has_called = True
             events += calls
 
-    def _tell_opener(self, coded: str, events: list[Event]) -> None:
-        """Tell a mark that begins no call, with the white space before it."""
+    def _tell_as_text(self, coded: str, events: list[Event]) -> None:
+        """Tell text that is no call, with the white space before it."""
         if self.thinks:
             self._tell_thought("".join(text for _, text in self._late) + coded, events)
             self._late = []

@@ -1,8 +1,9 @@
 """Values of arguments that a format writes as plain text, by the schema of their parameters."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from mlx_paged.formats.events import Call
 from mlx_paged.formats.json_text import is_json, is_number, written
 
 Schema = Any  # a JSON schema; what a client sends can be anything
@@ -29,19 +30,30 @@ class Tools:
     Args:
         tools: in the form of OpenAI's chat completions. Tools of another form are passed over.
         is_data: the content follows a schema, so that it can look like a call without marks.
+        allowed: the names that may be called; None: every name.
 
     Attributes:
         given: `tools` as they were given.
     """
 
-    def __init__(self, tools: Sequence[Any] = (), is_data: bool = False) -> None:
+    def __init__(
+        self,
+        tools: Sequence[Any] = (),
+        is_data: bool = False,
+        allowed: Collection[str] | None = None,
+    ) -> None:
         self.given = list(tools)
         self._is_data = is_data
+        self._allowed = allowed
         self._schemas: dict[str, Schema] = {}
         for tool in tools:
             function = tool.get("function") if isinstance(tool, dict) else None
             if isinstance(function, dict) and isinstance(function.get("name"), str):
                 self._schemas[function["name"]] = function.get("parameters")
+
+    def allow(self, calls: Sequence[Call]) -> bool:
+        """Whether all these calls may be made."""
+        return self._allowed is None or all(call.name in self._allowed for call in calls)
 
     def is_certain(self, name: str) -> bool:
         """Whether a text without marks that is a call of `name` can be nothing else."""

@@ -73,7 +73,8 @@ class CompletionChoice:
         if "messages" not in self._fields:
             return Whole()
         is_data = bool(self._fields.get("constraint"))
-        return self._model.format.parser(self._fields["tools"], self._prompt.begin, is_data)
+        tools, allowed = self._fields["tools"], self._fields.get("allowed")
+        return self._model.format.parser(tools, self._prompt.begin, is_data, allowed)
 
     @property
     def engine_reason(self) -> str:

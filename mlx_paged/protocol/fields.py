@@ -126,6 +126,25 @@ def named_tool(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def allowed_tools(choice: Any) -> list[str] | None:
+    """The functions that a `tool_choice` of the type allowed_tools lists; None for another one."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+        return None
+    tools = allowed.get("tools")
+    names = [named_tool(tool) for tool in tools] if isinstance(tools, list) else []
+    known = [name for name in names if name is not None]
+    return known if known and len(known) == len(names) else None
+
+
+def is_tool_choice(value: Any) -> bool:
+    """Whether `value` has a form of `tool_choice`."""
+    is_mode = isinstance(value, str) and value in ("auto", "none", "required")
+    return is_mode or named_tool(value) is not None or allowed_tools(value) is not None
+
+
 BOTH: dict[str, Rule] = {
     "model": ("default_model", *_TEXT),
     "stream": (False, *_BOOL),
@@ -171,8 +190,8 @@ CHAT: dict[str, Rule] = {
     "tools": ([], lambda value: is_list(dict, value), "a list of objects"),
     "tool_choice": (
         "auto",
-        lambda value: value in ("auto", "none", "required") or named_tool(value) is not None,
-        "auto, none, required or a function's name in OpenAI's form",
+        is_tool_choice,
+        "auto, none, required, or a function's name or allowed_tools in OpenAI's form",
     ),
     "parallel_tool_calls": (True, *_BOOL),
     "chat_template_kwargs": ({}, *_OBJECT),

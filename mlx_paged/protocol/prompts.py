@@ -142,12 +142,18 @@ def _constraint(model: ModelTraits, prompt: Prompt, fields: Fields) -> constrain
     calls = constraints.NOTHING
     if fields["must_call"]:
         content = constraints.NOTHING
-        calls = constraints.of_tools(model.format, fields["tools"], fields["tool_name"])
+        calls = constraints.of_tools(model.format, _callable(fields), fields["tool_name"])
     elif may_answer_or_call(fields) and not without_effect(model, fields):
-        calls = constraints.of_tools(model.format, fields["tools"], None)
+        calls = constraints.of_tools(model.format, _callable(fields), None)
     if "messages" not in fields:
         return content
     return constraints.of_answer(model.format, prompt.begin, content, calls)
+
+
+def _callable(fields: Fields) -> list[Fields]:
+    """The tools that may be called; the prompt has all."""
+    allowed, tools = fields.get("allowed"), fields["tools"]
+    return [t for t in tools if allowed is None or t["function"]["name"] in allowed]
 
 
 def _num_most(model: ModelTraits, fields: Fields, num_prompt: int, args: Namespace) -> int:

@@ -23,6 +23,7 @@ from mlx_paged.protocol.fields import (
     TEXT,
     Fields,
     all_fields,
+    allowed_tools,
     is_list,
     named_tool,
 )
@@ -118,7 +119,8 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
     """The known fields with defaults for missing ones, and the names of fields that are ignored.
     `constraint` becomes what the text must follow, as an option of SamplingParams, `constrained_by`
     the name of the field that asks for it; `must_call`
-    whether a tool must be called, and `tool_name` which one, or None; `prompt` a list of texts and
+    whether a tool must be called, and `tool_name` which one, or None; `allowed` the
+    names that may be called, or None; `prompt` a list of texts and
     lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` whether entries
     are wanted, `best_of` how many are generated. Fields of SAMPLING have no default. Raises
     ValueError, which names the field, if one cannot be obeyed."""
@@ -213,6 +215,9 @@ def _adapt_tools(fields: Fields) -> None:
         kind = tool.get("type", "function")
         require(kind == "function", f"tools[{i}].type", "function", kind)
         _function(tool, f"tools[{i}]")
+    fields["allowed"] = _allowed(choice, fields)
+    if fields["allowed"] is not None:
+        fields["tool_choice"] = choice = choice["allowed_tools"]["mode"]
     if choice == "none":
         fields["tools"] = []
     fields["tool_name"] = named_tool(choice)
@@ -221,6 +226,17 @@ def _adapt_tools(fields: Fields) -> None:
     require(not must_call or fields["tools"], "tool_choice", "auto without tools", choice)
     is_free = not must_call or not fields["min_tokens"]
     require(is_free, "tool_choice", "auto beside min_tokens", choice)
+
+
+def _allowed(choice: Any, fields: Fields) -> frozenset[str] | None:
+    """The names that a `tool_choice` of the type allowed_tools lists; None: every name."""
+    names = allowed_tools(choice)
+    if names is None:
+        return None
+    known = {tool["function"]["name"] for tool in fields["tools"]}
+    for name in names:
+        require(name in known, "tool_choice", "names of tools", name)
+    return frozenset(names)
 
 
 def _check_messages(messages: list[Fields], roles: set[str]) -> None:

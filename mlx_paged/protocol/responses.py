@@ -122,7 +122,20 @@ def _tools(body: Fields) -> Fields:
     if isinstance(choice, dict) and choice.get("type") in client_tools.KINDS:
         named = offered.named(choice.get("name"), choice["type"] == "custom")
         choice = {"type": "function", "function": {"name": named}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice = _allowed(choice, offered)
     return chat | {"tool_choice": choice}
+
+
+def _allowed(choice: Fields, offered: client_tools.Offered) -> Fields:
+    """A choice of allowed tools in the form of chat completions. Tools that the client does not run
+    are passed over, as in `tools`."""
+    listed = objects(choice.get("tools"), "tool_choice.tools")
+    own = [tool for tool in listed if tool.get("type") in client_tools.KINDS]
+    names = [offered.named(tool.get("name"), tool["type"] == "custom") for tool in own]
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    allowed = {"mode": choice.get("mode"), "tools": tools}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
 
 
 def _text(content: Any, name: str) -> str:
