@@ -16,6 +16,7 @@ ALIASES = {"temp": "temperature"}
 FIELDS = {each.name: each.type for each in fields(SamplingParams)}
 NUMBERS = [name for name, kind in FIELDS.items() if kind in (int, float, int | None, float | None)]
 OPTIONS = [name for name in FIELDS if name not in ("logits_processors", "sampler")]  # no callables
+EXPECTED = 'expected an object such as {"prompt": "..."}'
 KEYS = (*OPTIONS, *ALIASES, "n", "priority", "images")
 
 
@@ -61,7 +62,7 @@ def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
     for source, entry in entries.items():
         try:
             if isinstance(entry, ValueError):
-                raise entry
+                raise ValueError(f"{entry}: {EXPECTED}")
             specs.append(_parse(entry, source))
         except ValueError as error:
             raise ValueError(f"{source}: {one_line(error)}") from None
@@ -82,7 +83,7 @@ def _loaded(line: str) -> Any:
 
 def _parse(entry: Any, source: str) -> PromptSpec:
     if not isinstance(entry, dict):
-        raise ValueError('expected an object such as {"prompt": "..."}')
+        raise ValueError(EXPECTED)
     entry = dict(entry)
     prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
     request_id = entry.pop("id", None)

@@ -12,6 +12,10 @@ CHAT = '[{"role": "user", "content": "hi"}]'
 
 BAD_LINES = {
     "not JSON": ("{'prompt': 'a'}", "not valid JSON"),
+    "plain text": (
+        "Why is the sky blue?",
+        'not valid JSON at column 1: Expecting value: expected an object such as {"prompt": "..."}',
+    ),
     "cut off": ('{"prompt": "a', "not valid JSON at column 14: Invalid control"),
     "no comma": ('{"prompt": "a" "n": 1}', "not valid JSON at column 16: Expecting ','"),
     "two objects": ('{"prompt": "a"} {"prompt": "b"}', "not valid JSON"),
