@@ -63,6 +63,7 @@ def finish(engine):
     while engine.has_work:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
         engine.manager.check_integrity()
+        assert engine.stats.faults < 9
     return done
 
 
