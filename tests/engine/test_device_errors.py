@@ -269,7 +269,7 @@ def test_a_step_that_is_read_when_its_event_is_signalled_gives_wrong_tokens(monk
     expected, num_wrong = solo("llama"), 0
     for seed in range(12):
         with monkeypatch.context() as patch:
-            fails_at(patch, seed)
+            fails_at(patch, seed).handlers_are_late = True
             patch.setattr(ops.metal, "end_of_work", lambda: None)
             num_wrong += run("llama")[1] != expected
     assert num_wrong > 0

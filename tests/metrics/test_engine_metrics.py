@@ -126,11 +126,11 @@ def test_an_engine_that_did_nothing_has_metrics(model):
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_gone_leaves_no_callback(model):
-    gc.collect()
-    callbacks = list(gc.callbacks)
+def test_a_callback_of_collections_is_there_within_steps_only(model):
     engine = Engine(model, num_blocks=8)
-    assert len(gc.callbacks) == len(callbacks) + 1
-    del engine
     gc.collect()
+    callbacks, within = list(gc.callbacks), set[int]()
+    engine.observers.launched.append(lambda launched: within.add(len(gc.callbacks)))
+    engine.generate([[1, 2, 3]], max_tokens=2)
+    assert within == {len(callbacks) + 1}
     assert gc.callbacks == callbacks

@@ -47,10 +47,12 @@ class MetalQueue:
         launches: how many steps were launched.
         failures: command buffers that failed.
         told: how often an error was raised.
+        handlers_are_late: whether handlers run only where all buffers are waited for.
     """
 
     def __init__(self, at: int, buffer: int, seed: int, others_wait: bool = False) -> None:
         self.failures = self.told = 0
+        self.handlers_are_late = False
         self._others_wait = others_wait
         self._at, self._buffer = at, buffer
         self._random = Random(seed)
@@ -130,7 +132,7 @@ class MetalQueue:
 
     def _encoding(self, function: Callable[..., None]) -> Callable[..., None]:
         def encode(*args: Any) -> None:
-            self._handle(self._random.randint(self._num_handled, len(self._buffers)))
+            self._handle(self._random.randint(self._num_handled, self._most_handled()))
             self._check()
             function(*args)
             self._commit()
@@ -142,7 +144,7 @@ class MetalQueue:
             function(*args)
             self._commit()
             self._let_others_wait()
-            self._handle(self._random.randint(self._num_handled, len(self._buffers)))
+            self._handle(self._random.randint(self._num_handled, self._most_handled()))
             self._check()
 
         return wait
@@ -154,6 +156,9 @@ class MetalQueue:
             self._check()
 
         return synchronize
+
+    def _most_handled(self) -> int:
+        return self._num_handled if self.handlers_are_late else len(self._buffers)
 
     def _handle(self, count: int) -> None:
         """Run the handlers of the first `count` buffers, as far as they have not run yet."""

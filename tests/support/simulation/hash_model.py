@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.sampling.grammar import Grammars, GrammarState
+from mlx_paged.sampling.grammar import Compiled, Grammars, GrammarState
 from mlx_paged.sampling_params import SamplingParams
 
 VOCAB = 24
@@ -159,4 +159,4 @@ class HashGrammars(Grammars):
         if params.constraint is None:
             return None
         matcher = HashMatcher(params.constraint[1], position)
-        return GrammarState(matcher, position, self._tokens)
+        return GrammarState(Compiled(matcher, 0), position, self._tokens)
