@@ -14,7 +14,10 @@ REFUSED = {
 """Flags of mlx_lm.chat that are mistakes here, with the reasons."""
 
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
-    "model": cli.MODEL[:3],
+    "model": (
+        ("--model", str, None, "", "directory or Hugging Face id of a chat model; required"),
+        *cli.MODEL[1:3],
+    ),
     "chat": (
         ("--system-prompt", str, None, "TEXT", "system message at the beginning of the chat"),
         ("--chat-template-config", json_object, None, "JSON", TEMPLATE),

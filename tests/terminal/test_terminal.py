@@ -90,6 +90,13 @@ def test_a_message_that_is_refused_is_forgotten(chat):
     assert said(seen[-1]) == [("user", "y = 2")]
 
 
+def test_help_says_that_a_model_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "a chat model; required" in out and "demo model" not in out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
