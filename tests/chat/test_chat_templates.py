@@ -89,7 +89,10 @@ CHAT = [
     {"role": "assistant", "content": "<think>\nhm\n</think>\nYes", "tool_calls": [{"id": "c1"}]},
     {"role": "user", "content": "And now?"},
 ]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": ["x", None, 1.5]}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"a": ["x", None, 1.5], "properties": {}}},
+}
 GOOD = [
     "{% for m in messages %}{{ loop.index0 }}/{{ loop.length }}{{ loop.last }}{{ m['role'] }}"
     "{{ m.content }}{% if not loop.first %}{{ loop.previtem.role }}{% endif %}{% endfor %}",

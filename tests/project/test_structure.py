@@ -27,6 +27,12 @@ def rooms_of_the_package() -> list[str]:
     return sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
+def test_files_of_tests_have_names_of_their_own():
+    """Else pytest takes one for the other, in folders that are no packages."""
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert names == sorted(set(names))
+
+
 def product_files() -> list[Path]:
     suffixes = {".py", ".pyi", ".cpp", ".h", ".in", ".metal"}
     folders = ("mlx_paged", "csrc", "metal", "python")

@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from mlx_paged.protocol import prompts
-from scripts.agents import SHELLS, say, scripted
+from scripts.agents_model import SHELLS
 from tests.support import TIMEOUT
+from tests.support.commands.shell_agent import say, scripted
 
 RULES = "\n".join(f"{i}. Keep file {i} short, and test what you change in it." for i in range(20))
 SYSTEM = f"You are a coding agent. These are the rules of the house.\n{RULES}\n"

@@ -105,7 +105,7 @@ def test_fields_of_the_other_apis_reach_it_too(thinker, path, fields, effort, th
 )
 def test_what_a_template_cannot_do_is_ignored_by_name(abilities, thinks, fields, args, ignored):
     class Fake:
-        format = type("", (), {"thinks": thinks})
+        format = type("", (), {"thinks": thinks, "efforts": {}})
 
     Fake.abilities = abilities
     assert thinking.template_args(Fake, fields) == (args, ignored)
