@@ -153,6 +153,8 @@ class _Reader:
         if atom is None:
             return None
         while mark := self._takes(*_REPEATS, "~"):
+            if len(atom) > MAX_LENGTH:
+                raise ValueError("its expression is too long")
             atom = f"(?:{atom})"
             if mark in _REPEATS:
                 atom += mark
