@@ -8,6 +8,7 @@ from typing import Any
 from mlx_paged.formats.format import Format
 from mlx_paged.formats.grammar import Function, json_rule
 from mlx_paged.formats.parser import Begin
+from mlx_paged.protocol.json_text import parse_inner
 
 Options = Mapping[str, Any]
 NOTHING: Options = MappingProxyType({})
@@ -66,7 +67,7 @@ def require_json(text: Any, name: str) -> None:
     """Raise ValueError, which names the field, unless `text` is JSON, empty or an object."""
     try:
         require(isinstance(text, str | dict | None), name, "JSON", text)
-        json.loads(text if text and isinstance(text, str) else "{}")
+        parse_inner(text if text and isinstance(text, str) else "{}")
     except ValueError as error:
         raise ValueError(f"{name}: expected JSON, got {str(text)[-80:]!r} at its end") from error
 
@@ -126,5 +127,5 @@ def _nested(options: Options) -> str:
     """What the options demand, inside a grammar. A regular expression cannot be nested."""
     if "json_schema" in options:
         schema = options["json_schema"]
-        return json_rule(json.loads(schema) if isinstance(schema, str) else schema)
+        return json_rule(parse_inner(schema) if isinstance(schema, str) else schema)
     return f"%lark {{\n{options['grammar']}\n}}"

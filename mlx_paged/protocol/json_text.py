@@ -58,6 +58,24 @@ def can_be_written(value: Any) -> bool:
     return not _expected(value)
 
 
+def parse_inner(text: str) -> Any:
+    """The value of a JSON text that stands in a body. Raises ValueError if the text is no JSON, or
+    has more than MAX_DEPTH lists and objects within each other: templates read them with
+    recursion."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it has too many levels") from error
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it has more than {MAX_DEPTH} levels")
+        objects = [each.values() for each in level if isinstance(each, dict)]
+        lists = [each for each in level if isinstance(each, list)]
+        level, depth = [part for parts in (*objects, *lists) for part in parts], depth + 1
+    return value
+
+
 def _expected(value: Any) -> str:
     """What the first part of `value` that cannot be written should be; empty if all parts can."""
     level, depth = [value], 0

@@ -106,6 +106,22 @@ def test_numbers_beyond_what_is_computed_are_refused(server, name, value, status
             assert strict(content)["error"]["param"] == name
 
 
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 980, 100_000])
+def test_arguments_and_schemas_as_texts_have_as_few_levels_as_bodies(server, depth):
+    deep = "[" * depth + "]" * depth
+    function = {"name": "f", "arguments": f'{{"a": {deep}}}'}
+    call = {"id": "c", "type": "function", "function": function}
+    turns = [*TURNS, {"role": "assistant", "tool_calls": [call]}]
+    item = {"type": "function_call", "call_id": "c"} | function
+    for path, fields, name in (
+        ("/v1/chat/completions", {"messages": turns}, "messages[1].tool_calls[0]"),
+        ("/v1/responses", {"input": [item]}, "input[0].arguments"),
+        ("/v1/chat/completions", {"guided_json": deep}, "guided_json"),
+    ):
+        status, _, content = exchange(server, "POST", path, json.dumps(VALID[path] | fields))
+        assert status == 400 and name in strict(content)["error"]["message"]
+
+
 def test_bodies_with_too_many_parts_are_refused():
     depth = MAX_DEPTH - 2
     assert parse(b'{"a":' + b"[" * depth + b"]" * depth + b"}")
