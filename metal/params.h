@@ -27,13 +27,13 @@ struct AttentionParams {
   MLX_PAGED_INT64 k_scales_strides[3];  // of KV head, block, slot
   MLX_PAGED_INT64 v_scales_strides[3];
   int context_stride;
-  int num_heads;       // H
-  int num_kv_heads;    // H_kv
-  int num_tokens;      // L; T in a ragged batch
-  int num_blocks;      // N
-  int max_blocks;      // M
-  int group;           // query heads that share a KV head; 1 with a mapping
-  int row_tiles;       // threadgroups that share the rows of a KV head
+  int num_heads;     // H
+  int num_kv_heads;  // H_kv
+  int num_tokens;    // L; T in a ragged batch
+  int num_blocks;    // N
+  int max_blocks;    // M
+  int group;         // query heads that share a KV head; 1 with a mapping
+  int row_tiles;     // threadgroups that share the rows of a KV head
   // A split covers keys [split * keys_per_split, (split + 1) * keys_per_split), counted from
   // first_split_key() of the sequence.
   int keys_per_split;
