@@ -133,7 +133,10 @@ def main() -> None:
     build(args.sanitizer, stage)
     variables = environment(SANITIZERS[args.sanitizer])
     # Sanitized or not, the module under test is the one of the copy.
-    check = "import mlx.core, mlx_paged._ext as e, sys; sys.exit(not e.__file__.startswith(sys.argv[1]))"
+    check = (
+        "import sys, mlx.core, mlx_paged._ext as built;"
+        "sys.exit(not built.__file__.startswith(sys.argv[1]))"
+    )
     python = [sys.executable, "-u"]
     subprocess.run([*python, "-c", check, str(stage)], cwd=stage, env=variables, check=True)
     tests = args.pytest or TESTS
