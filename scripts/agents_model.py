@@ -11,7 +11,7 @@ import shlex
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -228,34 +228,49 @@ def _encode(tokenizer: Tokenizer, parts: Parts) -> list[int]:
 @contextmanager
 def scripted(written: Format, tasks: list[Task]) -> Iterator[str]:
     """The URL of a server whose model follows the script of the last of `tasks`."""
-    sampling = prompts.sampling
     with tempfile.TemporaryDirectory() as path:
         tokenizer = _make_model(Path(path), written.marks)
 
-        def forced(model: Any, prompt: Any, fields: dict[str, Any], args: Any) -> SamplingParams:
-            params, first = sampling(model, prompt, fields, args), len(prompt.tokens)
-            ends = sorted(model.tokenizer.eos_token_ids)[:1]
-            script = [*_encode(tokenizer, tasks[-1].parts(fields, written)), *ends]
+        def script(model: Any, fields: dict[str, Any]) -> list[int]:
+            return _encode(tokenizer, tasks[-1].parts(fields, written))
 
-            def choose(tokens: mx.array, logits: mx.array) -> mx.array:
-                token = script[min(tokens.size - first, len(script) - 1)]
-                chosen = mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -mx.inf)
-                return chosen[None].astype(logits.dtype)
+        with following(script, "--model", path, "--chat-template", written.template) as url:
+            yield url
 
-            return dataclasses.replace(params, logits_processors=(choose,))
 
-        options = ["--model", path, "--chat-template", written.template]
-        options += ["--max-context", "131072", "--kv-memory", "0.6"]
-        options += ["--port", "0", "--served-model-name", MODEL, "--max-models", "0"]
-        prompts.sampling = forced
-        try:
-            with serving(flags.parse(options)) as server:
-                thread = threading.Thread(target=server.run)
-                thread.start()
-                try:
-                    yield f"http://127.0.0.1:{server.address[1]}"
-                finally:
-                    server.should_exit = True
-                    thread.join()
-        finally:
-            prompts.sampling = sampling
+@contextmanager
+def following(script: Callable[[Any, dict[str, Any]], list[int]], *options: str) -> Iterator[str]:
+    """The URL of a server whose model computes each token and chooses those of a script.
+
+    Args:
+        script: the tokens of an answer, without its end, of a loaded model and of the fields of a
+            chat.
+        options: further flags of the server.
+    """
+    sampling = prompts.sampling
+
+    def forced(model: Any, prompt: Any, fields: dict[str, Any], args: Any) -> SamplingParams:
+        params, first = sampling(model, prompt, fields, args), len(prompt.tokens)
+        tokens_of_answer = [*script(model, fields), min(model.tokenizer.eos_token_ids)]
+
+        def choose(tokens: mx.array, logits: mx.array) -> mx.array:
+            token = tokens_of_answer[min(tokens.size - first, len(tokens_of_answer) - 1)]
+            chosen = mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -mx.inf)
+            return chosen[None].astype(logits.dtype)
+
+        return dataclasses.replace(params, logits_processors=(choose,))
+
+    shared = ["--max-context", "131072", "--kv-memory", "0.6", "--max-models", "0"]
+    shared += ["--port", "0", "--served-model-name", MODEL]
+    prompts.sampling = forced
+    try:
+        with serving(flags.parse([*options, *shared])) as server:
+            thread = threading.Thread(target=server.run)
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{server.address[1]}"
+            finally:
+                server.should_exit = True
+                thread.join()
+    finally:
+        prompts.sampling = sampling

@@ -87,6 +87,22 @@ def test_a_request_that_is_refused_late_has_no_stream(monkeypatch):
         assert status == 200 and content.startswith(b": ") and b"context_length" in content
 
 
+def sent_by(kind, seconds):
+    """The bodies that a stream sends, which ends before so many seconds have passed."""
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("body"))
+
+    async def stream():
+        given = {"state": None, "path": "", "fields": {}, "threads": None, "share": None}
+        await kind(arrived=time.monotonic(), **given)._stream(send)
+        await asyncio.sleep(seconds)
+
+    asyncio.run(stream())
+    return sent
+
+
 def test_no_comment_follows_an_event(monkeypatch):
     """The first event comes in the moment in which the prompt is read."""
     monkeypatch.setattr(answers, "COMMENT_AFTER_S", 0.01)
@@ -101,17 +117,7 @@ def test_no_comment_follows_an_event(monkeypatch):
             self.submitted.set()
             yield b"data: 1\n\n"
 
-    sent = []
-
-    async def send(message):
-        sent.append(message.get("body"))
-
-    async def stream():
-        given = {"state": None, "path": "", "fields": {}, "threads": None, "share": None}
-        await Quick(arrived=time.monotonic(), **given)._stream(send)
-        await asyncio.sleep(0.1)
-
-    asyncio.run(stream())
+    sent = sent_by(Quick, 0.1)
     assert sent == [None, b"data: 1\n\n", b""]
 
 
@@ -135,17 +141,7 @@ def test_a_silent_stream_shows_signs_of_life(monkeypatch, kind):
                 yield b""
             yield b"data: 2\n\n"
 
-    sent = []
-
-    async def send(message):
-        sent.append(message.get("body"))
-
-    async def stream():
-        given = {"state": None, "path": "", "fields": {}, "threads": None, "share": None}
-        await Slow(arrived=time.monotonic(), **given)._stream(send)
-        await asyncio.sleep(0.25)
-
-    asyncio.run(stream())
+    sent = sent_by(Slow, 0.25)
     first, *signs, second, end = sent[1:]
     assert (first, second, end) == (b"data: 1\n\n", b"data: 2\n\n", b"")
     assert signs and set(signs) == {sign}

@@ -1,20 +1,11 @@
 """A server whose model follows the script of an agent with a shell: the model writes a file with a
 command, reads the file with another one, and says what it read."""
 
-import dataclasses
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import mlx.core as mx
-
-from mlx_paged.protocol import prompts
-from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import flags
-from mlx_paged.server.__main__ import serving
-from scripts.agents_model import MODEL, SHELLS
+from scripts.agents_model import SHELLS, following
 
 TEXT = "made-by-an-agent"
 TEMPLATE = (
@@ -41,32 +32,11 @@ def say(fields: dict[str, Any]) -> str:
     return f"<tool_call>\n{json.dumps({'name': shell, 'arguments': arguments})}\n</tool_call>"
 
 
-@contextmanager
-def scripted() -> Iterator[str]:
+def scripted() -> AbstractContextManager[str]:
     """The URL of a server whose answers are those of :func:`say`."""
-    sampling = prompts.sampling
 
-    def forced(model: Any, prompt: Any, fields: dict[str, Any], args: Any) -> SamplingParams:
-        params, first = sampling(model, prompt, fields, args), len(prompt.tokens)
-        ends = sorted(model.tokenizer.eos_token_ids)[:1]
-        script = [*model.tokenizer.encode(say(fields), add_special_tokens=False), *ends]
+    def script(model: Any, fields: dict[str, Any]) -> list[int]:
+        tokens: list[int] = model.tokenizer.encode(say(fields), add_special_tokens=False)
+        return tokens
 
-        def choose(tokens: mx.array, logits: mx.array) -> mx.array:
-            token = script[min(tokens.size - first, len(script) - 1)]
-            chosen = mx.where(mx.arange(logits.shape[-1]) == token, 0.0, -mx.inf)
-            return chosen[None].astype(logits.dtype)
-
-        return dataclasses.replace(params, logits_processors=(choose,))
-
-    options = ["--chat-template", TEMPLATE, "--max-context", "131072", "--kv-memory", "0.6"]
-    options += ["--port", "0", "--served-model-name", MODEL, "--max-models", "0"]
-    prompts.sampling = forced
-    try:
-        with serving(flags.parse(options)) as server:
-            thread = threading.Thread(target=server.run)
-            thread.start()
-            yield f"http://127.0.0.1:{server.address[1]}"
-            server.should_exit = True
-            thread.join()
-    finally:
-        prompts.sampling = sampling
+    return following(script, "--chat-template", TEMPLATE)
