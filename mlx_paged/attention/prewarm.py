@@ -78,19 +78,20 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged:
     if not max_paged_queries():  # attention is MLX's own
         return
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
-    options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
-    # A short window and a long chunk may see enough keys to be split.
-    of_chunks = options | {"window": kind.window and LONG_CONTEXT}
+    # The keys that a long chunk sees behind a short window may be split, and so are those of the
+    # decodes beside the chunk.
+    windows = dict.fromkeys([kind.window, kind.window and LONG_CONTEXT])
+    variants = [{"scale": 1.0, "window": window, "sinks": sinks} for window in windows]
     scales = {name: arrays[0] for name, arrays in pool.scales.items()}
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
 
     def dispatch(op: Callable[..., Any], q: mx.array, **arrays: mx.array) -> None:
-        for given in (options, of_chunks):
-            call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], **arrays, **given, **scales)
+        for options in variants:
+            call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], **arrays, **options, **scales)
             pipelines = {launch["pipeline"] for launch in call["launches"]}
             if not pipelines <= dispatched:
-                mx.eval(op(q, pool.k, pool.v, **arrays, **given, **pool.scales))
+                mx.eval(op(q, pool.k, pool.v, **arrays, **options, **pool.scales))
                 dispatched.update(pipelines)
 
     in_chunks = ops.serves_chunks(kind.q_dtype, shape.head_dim, shape.v_head_dim)

@@ -77,6 +77,7 @@ def test_every_plan_of_attention_was_dispatched(
         return q
 
     monkeypatch.setattr(ops, "paged_attention", attention)
+    monkeypatch.setattr(ops, "paged_attention_varlen", attention)
     prewarm.prewarm([kind], block_size)
     warmed = set().union(*(pipelines(call) for call in dispatched))
     pool = prewarm.KVPool([shape], 1, block_size)
@@ -100,6 +101,21 @@ def test_every_plan_of_attention_was_dispatched(
             shared_prefixes=mx.zeros((2, batch), mx.int32),
         )
         assert pipelines(call) <= warmed, (batch, columns)
+    if ops.serves_chunks(mx.float16, shape.head_dim, shape.v_head_dim):
+        for lengths, columns in product(([1, 1, 600], [1, 9], [3, 70]), (2, 600)):
+            num_decodes = sum(length == 1 for length in lengths)
+            begins = np.cumsum([0, *lengths]).tolist()
+            call = _ext.metal.plan_attention(
+                mx.zeros((begins[-1], kind.num_heads, 1, head_dim), mx.float16),
+                *(pool.k[0], pool.v[0]),
+                mx.zeros((len(lengths), columns), mx.int32),
+                mx.zeros((len(lengths),), mx.int32),
+                scale=1.0,
+                window=window,
+                cu_seqlens=mx.array(begins, mx.int32),
+                num_decodes=num_decodes,
+            )
+            assert pipelines(call) <= warmed, (lengths, columns)
     assert len(dispatched) <= len(warmed)
 
 
