@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 MAX_DEPTH = 200  # lists and objects within each other; Python's own parser ends near 1,000
@@ -66,39 +67,41 @@ def parse_inner(text: str) -> Any:
         value = json.loads(text)
     except RecursionError as error:
         raise ValueError("it has too many levels") from error
-    level, depth = [value], 0
-    while level:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it has more than {MAX_DEPTH} levels")
-        objects = [each.values() for each in level if isinstance(each, dict)]
-        lists = [each for each in level if isinstance(each, list)]
-        level, depth = [part for parts in (*objects, *lists) for part in parts], depth + 1
+    if any(depth >= MAX_DEPTH for depth, _ in enumerate(_levels(value))):
+        raise ValueError(f"it has more than {MAX_DEPTH} levels")
     return value
 
 
 def _expected(value: Any) -> str:
     """What the first part of `value` that cannot be written should be; empty if all parts can."""
-    level, depth = [value], 0
-    while level:
-        below: list[Any] = []
+    for depth, level in enumerate(_levels(value)):
+        if depth >= MAX_DEPTH:
+            return f"at most {MAX_DEPTH} levels of lists and objects"
         for each in level:
             if isinstance(each, str):
                 if not _is_text(each):
                     return f"text without half a character, got {each[-80:]!r}"
-            elif isinstance(each, dict):
+            elif isinstance(each, float):
+                if not math.isfinite(each):
+                    return f"finite numbers, got {each}"
+            elif isinstance(each, int) and abs(each) >= 10**MAX_DIGITS:
+                return f"numbers of at most {MAX_DIGITS} digits"
+    return ""
+
+
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """The parts of `value`, names of fields among them, by how many lists and objects hold them."""
+    level = [value]
+    while level:
+        yield level
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
                 below += each.keys()
                 below += each.values()
             elif isinstance(each, list):
                 below += each
-            elif isinstance(each, float):
-                if not math.isfinite(each):
-                    return f"finite numbers, got {each}"
-            elif each is not None and abs(each) >= 10**MAX_DIGITS:
-                return f"numbers of at most {MAX_DIGITS} digits"
-        level, depth = below, depth + 1
-        if depth > MAX_DEPTH:
-            return f"at most {MAX_DEPTH} levels of lists and objects"
-    return ""
+        level = below
 
 
 def _is_text(text: str) -> bool:
