@@ -66,11 +66,6 @@ class Places:
         """How many requests may run at present."""
         return int(self._may_run)
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue, and those that wait for the tier."""
-        return len(self.waiting) + len(self.tier.loading)
-
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the pool can never hold the request, or the runner not compute it."""
         wanted = request.params.prompt_logprobs

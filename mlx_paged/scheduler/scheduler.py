@@ -220,7 +220,7 @@ class Scheduler(Places):
         allocator, store, speculation = self.allocator, self.allocator.store, self.speculation
         return Levels(
             running=len(self.running),
-            waiting=self.num_waiting,
+            waiting=len(self.waiting) + len(self.tier.loading),
             blocks_in_use=store.blocks_in_use,
             blocks_cached=store.num_idle,
             preemptions=self.num_preemptions,
