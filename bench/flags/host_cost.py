@@ -7,15 +7,24 @@ from mlx_paged.cli import COUNT
 
 ABOUT = "What a decode step costs the host, part by part, and what the allocator's methods cost."
 
+ROWS = [1, 8, 32, 128, 256]
+GPU_ROWS = [1, 4, 16]
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("host_cost", ABOUT)
-    add, rows = parser.add_argument, [1, 8, 32, 128, 256]
-    add("--rows", type=COUNT, nargs="+", default=rows, help="running requests")
+    add = parser.add_argument
+    about_rows = "running requests (default: %s; with --gpu %s)"
+    shown = (" ".join(map(str, rows)) for rows in (ROWS, GPU_ROWS))
+    add("--rows", type=COUNT, nargs="+", help=about_rows % tuple(shown))
     add("--blocks", type=COUNT, default=512, help="KV blocks of each request")
     add("--steps", type=COUNT, default=40, help="steps of each engine in a round")
     add("--rounds", type=COUNT, default=5, help="number of rounds")
     late = "read the tokens of each step before the next step is launched"
     add("--no-lookahead", action="store_true", help=late)
     add("--layers", type=COUNT, default=28, help="layers of the model whose graph is built")
-    return parser.parse_args(argv)
+    gpu = "only whole steps where ops choose as on a GPU, beside mlx-lm; a CPU computes them"
+    add("--gpu", action="store_true", help=gpu)
+    args = parser.parse_args(argv)
+    args.rows = args.rows or (GPU_ROWS if args.gpu else ROWS)
+    return args

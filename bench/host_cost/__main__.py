@@ -3,6 +3,7 @@
 The model computes nothing and the device's time is left out. Engines take turns in one process.
 
     python -m bench.host_cost --rows 1 8 32 128 --blocks 512
+    python -m bench.host_cost --gpu
 """
 
 import argparse
@@ -23,6 +24,7 @@ from bench.command import print_result, table, text_of
 from bench.flags.clock import Clock
 from bench.flags.host_cost import parse
 from bench.host_cost.block_costs import PUBLISHED, block_costs
+from bench.host_cost.gpu_steps import TURN, gpu_steps, gpu_table
 from bench.host_cost.graph_costs import graph_costs, graph_table
 from bench.host_cost.silent_engine import (
     BLOCK_SIZE,
@@ -243,6 +245,11 @@ def block_table(live: dict[str, dict[str, float]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
+    if args.gpu:
+        found = gpu_steps(args.layers, args.rows, args.rounds * args.steps // TURN)
+        print(gpu_table(found))
+        print_result("host_cost", machine | {"layers": args.layers, "gpu_steps": found})
+        return
     floors = {rows: floor_us(rows) for rows in args.rows}
     print("Floor, us: code that looks at each row once.")
     for rows, floor in floors.items():

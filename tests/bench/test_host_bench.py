@@ -4,10 +4,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from bench.host_cost import __main__ as host_cost
 from bench.host_cost.__main__ import Stopwatch
+from bench.host_cost.gpu_steps import ENGINES
+from mlx_paged.ops import dispatch
 from scripts import scaling
 from scripts.scaling import Point, growth_of
 
@@ -60,6 +63,27 @@ def test_host_cost_covers_every_part_of_every_step(mode, capsys):
     recording = result["recording"]
     assert recording["step_us"] > 0 and recording["step_without_us"] > 0
     assert "recording_us" in recording and recording["rows"] == host_cost.RECORDED_ROWS
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", ["1", "3"])
+def test_gpu_steps_take_a_gpus_ways_and_compare_each_with_mlx_lm(rows, capsys, monkeypatch):
+    asked: list[tuple[int, bool]] = []
+    takes = dispatch._take_attention
+
+    def noted(*given):
+        asked.append((given[0][2], given[6]))
+        return takes(*given)
+
+    monkeypatch.setattr(dispatch, "_take_attention", noted)
+    options = ["--gpu", "--rows", rows, "--steps=10", "--rounds=1", "--layers=2"]
+    result = result_of(host_cost, options, capsys)
+    assert (1, False) in asked, "no step asked a GPU's compiler"
+    base, *others = result["gpu_steps"]
+    assert base["course"] == "mlx-lm" and base["over mlx-lm"] == 1
+    assert {each["course"] for each in others} == {*ENGINES, "drop-in"}
+    assert all(each["step_us"] > 0 and each["nodes"] > 0 for each in result["gpu_steps"])
+    assert mx.default_device() == mx.Device(mx.cpu)
 
 
 def test_only_one_of_two_engines_records():
