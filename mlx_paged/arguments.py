@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, TypeGuard, TypeVar, cast
 
 MAX_INT32 = 2**31 - 1
+GB = 10**9
 OLDEST_MLX_LM = "0.32"
 TESTED_MLX_LM = ("0.32.2",)
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -119,7 +120,7 @@ def integer(
 
 def memory(num_bytes: int) -> str:
     """A size for a message: its bytes and, if there are many, the same in GB."""
-    in_gb = f" ({num_bytes / 10**9:.3f} GB)" if num_bytes >= 10**6 else ""
+    in_gb = f" ({num_bytes / GB:.3f} GB)" if num_bytes >= 10**6 else ""
     return f"{num_bytes} bytes{in_gb}"
 
 

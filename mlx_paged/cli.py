@@ -4,14 +4,23 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged.arguments import UntestedVersionError, did_you_mean, require_versions
-from mlx_paged.options import MAX_DRAFTS, Policy, PreemptionPolicy, checked_bits
+from mlx_paged.option_kinds import (
+    Bytes,
+    Choice,
+    Kind,
+    Milliseconds,
+    Name,
+    OneOf,
+    OnOff,
+    read_number,
+)
+from mlx_paged.options import DEFAULTS, OPTIONS, SAME
 
-NUM_DRAFTS = 3
-GB = 10**9
 KV_BLOCK_SIZES = (8, 16, 32)
 QUANTIZATION = {"--kv-group-size": 64, "--quantized-kv-start": 5000}
 """Flags of mlx-lm for its quantized caches, with the only values that are accepted."""
@@ -22,9 +31,8 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        has_none = (
-            action.default in (None, "", [], (), argparse.SUPPRESS) or action.default is False
-        )
+        has_none = action.default in (None, "", [], (), argparse.SUPPRESS)
+        has_none |= action.default is False or action.const is False
         return text if has_none or "(default" in text else f"{text} (default: %(default)s)"
 
 
@@ -73,12 +81,9 @@ def number(
 
     def convert(text: str) -> float:
         try:
-            value = parse(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
+            return read_number(text, parse, low, high, expected)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
 
@@ -86,15 +91,22 @@ def number(
 COUNT = number(int, 1, 2**31, "a whole number >= 1")
 COUNT_OR_NONE = number(int, 0, 2**31, "a whole number >= 0")
 FRACTION = number(float, 0, 1, "a number from 0 to 1")
-MILLISECONDS = number(float, 1e-3, 1e9, "a number of milliseconds above 0")
-MILLISECONDS_OR_NONE = number(float, 0, 1e9, "a number of milliseconds >= 0")
 
 
-def _kv_bits(text: str) -> int | None:
-    try:
-        return checked_bits("generate", text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).partition("] ")[2]) from None
+def argument(kind: Kind) -> Callable[[str], Any]:
+    """An argument type: the value of an option that the text means."""
+
+    def convert(text: str) -> Any:
+        try:
+            return kind.read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+MEMORY = argument(Bytes(1))
+MILLISECONDS = argument(Milliseconds())
 
 
 def _only(value: int) -> Callable[[str], int]:
@@ -128,12 +140,43 @@ Flag = tuple[str, Any, Any, str, str]
 
 SWITCH = {"action": "store_true"}
 ON_OFF = {"action": argparse.BooleanOptionalAction}
+
+
+def flag_of(name: str, kind: Kind | None = None, **changes: Any) -> Flag:
+    """The flag of an engine's option. The parsed value has the option's name, or that of the flag
+    if the command gives the flag other `names`.
+
+    Args:
+        kind: reads the text, instead of the option's own kind.
+        changes: fields of :class:`OptionFlag` that a command has otherwise.
+    """
+    option = OPTIONS[name]
+    assert option.flag is not None, name
+    flag = replace(option.flag, **changes)
+    default = DEFAULTS[name] if flag.default is SAME else flag.default
+    kinds = _argparse_of(kind or option.kind, flag.names, default)
+    if "names" not in changes:
+        kinds = {"dest": name} | kinds
+    return flag.names, kinds, default, flag.metavar, flag.help
+
+
+def _argparse_of(kind: Kind, names: str, default: object) -> dict[str, Any]:
+    """The arguments of argparse that make it read values of a kind."""
+    if isinstance(kind, OnOff):
+        if names.startswith("--no-"):
+            return {"action": "store_false"}
+        return SWITCH if default is False else ON_OFF
+    if isinstance(kind, Choice):
+        return {"choices": [*map(str, kind.members)]}
+    if isinstance(kind, Name):
+        return {"choices": [*kind.names]}
+    if isinstance(kind, OneOf):
+        return {"type": int, "choices": kind.numbers}
+    return {"type": argument(kind)}
+
+
 TEMPERATURE = number(float, 0, 1e6, "a number >= 0")
-SEED = number(int, 0, 2**63, "a whole number >= 0")
-MEMORY = number(float, 1e-9, 1e6, "a number of GB above 0")
 MEMORY_OR_NONE = number(float, 0, 1e6, "a number of GB >= 0")
-DRAFTS = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
-ORDERS, VICTIMS = [*map(str, Policy)], [*map(str, PreemptionPolicy)]
 
 MODEL: tuple[Flag, ...] = (
     ("--model", str, None, "", "directory or Hugging Face id (default: the built-in demo model)"),
@@ -146,43 +189,24 @@ SAMPLING: tuple[Flag, ...] = (
     ("--top-p", FRACTION, 1.0, "P", "nucleus sampling: total probability of the tokens; 1 is off"),
     ("--top-k", COUNT_OR_NONE, 0, "K", "sample from the K most likely tokens; 0 is off"),
     ("--min-p", FRACTION, 0.0, "P", "minimum probability relative to the top token; 0 is off"),
-    ("--seed", SEED, None, "N", "seed for requests without a seed (default: random)"),
+    flag_of("seed"),
 )
-SPIKE = "report longer steps as spikes (default: 3 times the usual time, at least 50 ms)"
 METRICS: tuple[Flag, ...] = (
-    ("--metrics-jsonl", str, None, "FILE", "write one JSON line after each step"),
-    ("--spike-ms", MILLISECONDS, None, "MS", SPIKE),
-    ("--profile", SWITCH, False, "", "time each phase of every step; steps get slower"),
+    flag_of("metrics_jsonl"),
+    flag_of("spike_ms"),
+    flag_of("profile"),
 )
 
-POOL = "size of the KV pool in GB (default: what the device can spare)"
-CACHE = "GB of freed buffers that MLX keeps (default: a tenth of GPU memory)"
-BITS = "quantize stored keys and values to so many bits (default: not quantized)"
-COMPILE = "decode with compiled graphs (default: on a CPU, if that is faster)"
 
-
-def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
-    """`max_stall_ms` is a default; a command that has none does not take 0 as a value either."""
-    stall = "upper limit for the time of a step while requests are decoding"
-    stall += "; 0 is no limit" if max_stall_ms else " (default: no limit)"
-    milliseconds = MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS
+def engine_flags(stall: Flag | None = None) -> list[Flag]:
+    """The flags of an engine that all commands have. `stall` is the command's own
+    ``--max-stall-ms``."""
     return [
-        ("--kv-memory", MEMORY, None, "GB", POOL),
-        ("--cache-limit", MEMORY, None, "GB", CACHE),
-        ("--kv-bits", _kv_bits, None, "8|6|4", BITS),
+        *map(flag_of, ("kv_memory", "cache_limit", "kv_bits")),
         *((flag, _only(n), n, "N", f"only {n} is accepted") for flag, n in QUANTIZATION.items()),
-        ("--max-stall-ms", milliseconds, max_stall_ms or None, "MS", stall),
-        ("--policy", ORDERS, ORDERS[0], "", "order in which waiting requests start"),
-        ("--preempt", VICTIMS, VICTIMS[0], "", "request that gives up K/V when the pool is full"),
-        ("--compile", ON_OFF, None, "", COMPILE),
-        ("--cpu-linear", ON_OFF, None, "", "own CPU kernels for linear layers (default: on)"),
-        ("--cascade", ON_OFF, True, "", "read the K/V of a shared prefix once per step"),
-        ("--no-prefix-cache", SWITCH, False, "", "do not share the K/V of equal prefixes"),
-        ("--kv-disk", str, None, "DIR", "also keep K/V in this directory, for later processes"),
-        ("--kv-disk-gb", MEMORY, None, "GB", "maximum size of that directory (default: 20 GB)"),
-        ("--speculate", ["ngram"], None, "", "speculative decoding by n-grams; same output"),
-        ("--draft-model", str, None, "PATH", "speculative decoding with this smaller model"),
-        ("--num-draft-tokens", DRAFTS, NUM_DRAFTS, "N", "draft tokens of a request per step"),
+        stall or flag_of("max_stall_ms"),
+        *map(flag_of, ("policy", "preempt", "compile", "cpu_linear", "cascade", "prefix_cache")),
+        *map(flag_of, ("kv_disk", "kv_disk_gb", "speculate", "draft_model", "num_draft_tokens")),
     ]
 
 

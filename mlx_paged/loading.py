@@ -10,7 +10,8 @@ from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path, load_config
 
-from mlx_paged.cli import GB, NUM_DRAFTS, demo_model_path
+from mlx_paged.cli import demo_model_path
+from mlx_paged.options import DEFAULTS, OPTIONS
 from mlx_paged.runner.ranks import rank
 from mlx_paged.vision.host import load_seeing
 
@@ -28,26 +29,35 @@ def _draft_model(path: str) -> nn.Module:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of :class:`Engine` whose flags are the same in both commands."""
+    """The options of :class:`Engine` that the flags of a command give, by name. Loads the draft
+    model.
+
+    Raises:
+        ValueError: flags that contradict each other, or a draft model that cannot be loaded.
+    """
     if args.speculate is not None and args.draft_model is not None:
         raise ValueError("--speculate is given beside --draft-model: expected one of them")
-    if args.num_draft_tokens != NUM_DRAFTS and args.draft_model is None:
+    if args.num_draft_tokens != DEFAULTS["num_draft_tokens"] and args.draft_model is None:
         raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
     if args.kv_disk_gb is not None and args.kv_disk is None:
         raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
-    names = "compile", "kv_bits", "policy", "num_draft_tokens", "preempt", "seed", "speculate"
-    others = "cascade", "cpu_linear", "metrics_jsonl", "spike_ms", "profile", "kv_disk"
+    options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
+    if args.kv_disk_gb is None:
+        del options["kv_disk_gb"]
+    if args.draft_model is not None:
+        options["draft_model"] = _draft_model(args.draft_model)
     model_files = [args.model or demo_model_path(), args.adapter_path]
-    return {
-        "model_files": [path for path in model_files if path is not None],
-        "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
-        "cache_limit": None if args.cache_limit is None else int(args.cache_limit * GB),
-        "prefix_cache": not args.no_prefix_cache,
-        "max_stall_ms": args.max_stall_ms or None,
-        "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
-        "kv_disk_gb": args.kv_disk_gb or 20.0,
-        **{name: getattr(args, name) for name in (*names, *others)},
-    }
+    options["model_files"] = [path for path in model_files if path is not None]
+    return options
+
+
+def of_another_model(args: argparse.Namespace) -> argparse.Namespace:
+    """The same arguments of a command, without what belongs to the model of ``--model`` alone: its
+    adapter, its draft model, its directory of K/V."""
+    own = ("adapter_path", "draft_model", "kv_disk", "kv_disk_gb")
+    num_draft_tokens = DEFAULTS["num_draft_tokens"]
+    others = dict.fromkeys(own) | {"num_draft_tokens": num_draft_tokens}
+    return argparse.Namespace(**vars(args) | others)
 
 
 def load_model(

@@ -1,8 +1,32 @@
-"""Values that options may have. Knows no mlx, so that a command shows its help at once."""
+"""The options of an engine: values, checks, flags and texts. Knows no mlx, so that a command shows
+its help at once."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from os import PathLike
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlx_paged.arguments import shown
+from mlx_paged.arguments import MAX_INT32, one_of, require, shown
+from mlx_paged.option_kinds import (
+    Bytes,
+    Choice,
+    Gigabytes,
+    Kind,
+    Milliseconds,
+    Name,
+    OnOff,
+    Path,
+    Paths,
+    Whole,
+)
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+_T = TypeVar("_T")
 
 KVBits = int | str | None
 KV_BITS = (8, 6, 4)
@@ -14,6 +38,9 @@ BLOCK_SIZE = 16
 MAX_DRAFTS = 15
 """The largest number of drafts of a request in a step. With the request's newest token, 16 rows of
 one sequence are attended together."""
+
+GUESSERS = ("ngram",)
+"""Values of ``speculate`` beside None."""
 
 
 class Policy(StrEnum):
@@ -44,3 +71,317 @@ def checked_bits(where: str, kv_bits: KVBits) -> int | None:
         f"[{where}] kv_bits is {shown(kv_bits)}: expected 8, 6 or 4. Other numbers of bits"
         " change the output more than these: docs/kv-quantization.md"
     )
+
+
+class Bits(Kind):
+    """Values of ``kv_bits``."""
+
+    def check(self, op: str, name: str, value: Any) -> int | None:
+        return checked_bits(op, value)
+
+    def read(self, text: str) -> int | None:
+        try:
+            return checked_bits("Engine", text)
+        except ValueError as error:
+            raise ValueError(str(error).partition("] ")[2]) from None
+
+
+SAME = object()
+"""In place of the default of a flag: the option's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionFlag:
+    """The flag of an option, in the commands that have this option.
+
+    Attributes:
+        names: the flag and its other names. A flag that begins with ``--no-`` turns the option off.
+        help: what the command's help says. The command adds the default, if the option has one and
+            `help` does not say "(default".
+        metavar: stands for the value in the help; "" for a flag without a value, or with choices.
+        default: of the flag, if it is another one than the option's.
+    """
+
+    names: str
+    help: str
+    metavar: str = ""
+    default: Any = SAME
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the table says of an option, beside its type and its default.
+
+    Attributes:
+        kind: checks the option's value, and reads the text of its flag.
+        text: what the documents say of the option.
+        flag: of the commands; None: no command has one.
+    """
+
+    kind: Kind
+    text: str
+    flag: OptionFlag | None = None
+
+
+def option(default: _T, kind: Kind, text: str, flag: OptionFlag | None = None) -> _T:
+    """A field of the table."""
+    return field(default=default, metadata={"option": Option(kind, text, flag)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """The options of an engine that decide how its model and pool are made.
+
+    Raises:
+        ValueError: an option is of a wrong kind or out of range.
+    """
+
+    block_size: int = option(
+        BLOCK_SIZE,
+        Whole(1, MAX_INT32),
+        "token slots in a block.",
+        OptionFlag("--kv-block-size", "tokens per KV block", "N"),
+    )
+    kv_memory: int | None = option(
+        None,
+        Bytes(1),
+        "bytes for the pool; default: what the device can spare.",
+        OptionFlag(
+            "--kv-memory", "size of the KV pool in GB (default: what the device can spare)", "GB"
+        ),
+    )
+    num_blocks: int | None = option(
+        None,
+        Whole(1, is_optional=True),
+        "size of the pool in blocks of all layers, instead of `kv_memory`.",
+    )
+    kv_bits: KVBits = option(
+        None,
+        Bits(),
+        "8 or 6 to store K/V with so many bits an element, 4 to store keys with 6 and values with"
+        " 4 bits; docs/kv-quantization.md has the differences. Default: as the model computes it.",
+        OptionFlag(
+            "--kv-bits",
+            "quantize stored keys and values to so many bits (default: not quantized)",
+            "8|6|4",
+        ),
+    )
+    max_kv_tokens: int | None = option(
+        None,
+        Whole(1, is_optional=True),
+        "without `kv_memory` and `num_blocks`, the pool has room for no more than these tokens.",
+    )
+    cache_limit: int | None = option(
+        None,
+        Bytes(0),
+        "bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if MLX's limit"
+        " is. Default: a tenth of the GPU's memory; less if `kv_memory` or `num_blocks` asks for a"
+        " small pool.",
+        OptionFlag(
+            "--cache-limit",
+            "GB of freed buffers that MLX keeps (default: a tenth of GPU memory)",
+            "GB",
+        ),
+    )
+    max_running: int = option(
+        32,
+        Whole(1),
+        "the largest number of requests that are computed together.",
+        OptionFlag("--max-running", "maximum number of sequences in a batch", "N"),
+    )
+    prefill_chunk: int = option(
+        512,
+        Whole(1),
+        "the largest number of prompt tokens in a step, beside the running requests.",
+        OptionFlag("--prefill-chunk --prefill-step-size", "maximum prompt tokens in a step", "N"),
+    )
+    prefix_cache: bool = option(
+        True,
+        OnOff(),
+        "share the K/V of prompts that start with the same tokens.",
+        OptionFlag("--no-prefix-cache", "do not share the K/V of equal prefixes"),
+    )
+    snapshot_memory: int | None = option(
+        None,
+        Bytes(0),
+        "bytes for copies of the states of recurrent layers. Models with such layers need these"
+        " copies to share prefixes; 0: they do not share them. Default: four copies for each"
+        " running request, but at most a quarter of the memory that the device can spare.",
+    )
+    compile: bool | None = option(
+        None,
+        OnOff(may_choose=True),
+        "compute the steps that only decode by graphs that MLX has traced before, if it can"
+        " (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.",
+        OptionFlag(
+            "--compile", "decode with compiled graphs (default: on a CPU, if that is faster)"
+        ),
+    )
+    cpu_linear: bool | None = option(
+        None,
+        OnOff(may_choose=True),
+        "compute linear layers on a CPU by this package's kernels (docs/cpu-linear.md). None:"
+        " unless MLX_PAGED_CPU_LINEAR is 0. GPUs keep MLX's.",
+        OptionFlag("--cpu-linear", "own CPU kernels for linear layers (default: on)"),
+    )
+    cascade: bool = option(
+        True,
+        OnOff(),
+        "let decodes whose contexts begin with the same blocks attend to these blocks together:"
+        " forks, samples, requests with one system prompt. On a CPU every token stays the same.",
+        OptionFlag("--cascade", "read the K/V of a shared prefix once per step"),
+    )
+    kv_disk: str | PathLike[str] | None = option(
+        None,
+        Path(),
+        "a directory in which K/V outlives the pool and the process (docs/kv-disk.md)."
+        " :meth:`close` writes what is missing there. Default: none.",
+        OptionFlag("--kv-disk", "also keep K/V in this directory, for later processes", "DIR"),
+    )
+
+    def __post_init__(self) -> None:
+        """Check each option; NumPy's numbers become Python's."""
+        for each in fields(self):
+            kind = each.metadata["option"].kind
+            value = kind.check("Engine", each.name, getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
+        can_share = self.prefix_cache or self.kv_disk is None
+        require(can_share, "Engine", "prefix_cache", self.prefix_cache, "True with kv_disk")
+
+    def of_pool(self, **others: Any) -> PoolConfig:
+        """The same for another pool, with these fields instead."""
+        return PoolConfig(**{f.name: getattr(self, f.name) for f in fields(PoolConfig)} | others)
+
+
+GUESSER = f"None or, without a draft model, {one_of(GUESSERS)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(PoolConfig):
+    """All options of :class:`mlx_paged.Engine`.
+
+    Raises:
+        ValueError: an option is of a wrong kind or out of range.
+    """
+
+    max_stall_ms: float | None = option(
+        None,
+        Milliseconds(),
+        "the longest time of a step while streams run, so that a long prompt does not delay them"
+        " longer. A cost model, which learns from every step, chooses steps that take no longer."
+        " None: only `prefill_chunk` limits a step, and its tokens do not depend on the clock.",
+        OptionFlag(
+            "--max-stall-ms",
+            "upper limit for the time of a step while requests are decoding (default: no limit)",
+            "MS",
+        ),
+    )
+    policy: Policy | str = option(
+        Policy.FCFS,
+        Choice(Policy),
+        'order of waiting requests: "fcfs", "priority" or "shortest".',
+        OptionFlag("--policy", "order in which waiting requests start"),
+    )
+    preempt: PreemptionPolicy | str = option(
+        PreemptionPolicy.NEWEST,
+        Choice(PreemptionPolicy),
+        'which request is preempted when no block is free: "newest", "longest" or'
+        ' "fewest-generated". Its tokens are computed again, with the same result.',
+        OptionFlag("--preempt", "request that gives up K/V when the pool is full"),
+    )
+    seed: int | None = option(
+        None,
+        Whole(0, is_optional=True, largest_read=2**63),
+        "seed of the random streams of requests that have none of their own.",
+        OptionFlag("--seed", "seed for requests without a seed (default: random)", "N"),
+    )
+    lookahead: bool = option(
+        True,
+        OnOff(),
+        "launch each step before the step before it has been read. The device then hardly waits"
+        " for the host, and every token is seen one step later.",
+        OptionFlag("--lookahead", "launch a step before the last step's tokens are read"),
+    )
+    prewarm: bool | None = option(
+        True,
+        OnOff(may_choose=True),
+        "compile the GPU pipelines and trace the decodes now, so that the first requests do not"
+        " wait; None: when an :class:`EngineService` starts, whose thread needs its own traces."
+        " ``stats.prewarm_seconds`` says how long the pipelines took; None on a CPU.",
+        OptionFlag("--no-prewarm", "compile GPU pipelines and decode graphs at first use"),
+    )
+    speculate: str | None = option(
+        None,
+        Name(GUESSERS, GUESSER),
+        'what guesses tokens that running requests then compute ahead: "ngram" copies what followed'
+        " the same tokens earlier in a request; None: nothing. The output stays the same. Steps"
+        " with guesses are read before the next one is launched. Models that compute one sequence"
+        " at a time compute no guesses.",
+        OptionFlag("--speculate", "speculative decoding by n-grams; same output"),
+    )
+    draft_model: nn.Module | None = option(
+        None,
+        Kind(),
+        "a smaller mlx-lm model with the same vocabulary, which guesses tokens instead. Its pool is"
+        " a part of `kv_memory`, or has as many blocks as `num_blocks` says.",
+        OptionFlag("--draft-model", "speculative decoding with this smaller model", "PATH"),
+    )
+    num_draft_tokens: int = option(
+        3,
+        Whole(1, MAX_DRAFTS),
+        "the largest number of tokens that a draft model guesses for a request in a step.",
+        OptionFlag("--num-draft-tokens", "draft tokens of a request per step", "N"),
+    )
+    profile: bool = option(
+        False,
+        OnOff(),
+        "synchronise between the phases of every step and time each phase, without lookahead. All"
+        " steps are slower then.",
+        OptionFlag("--profile", "time each phase of every step; steps get slower"),
+    )
+    metrics_jsonl: str | PathLike[str] | None = option(
+        None,
+        Path(),
+        "write one line for every tick to this file.",
+        OptionFlag("--metrics-jsonl", "write one JSON line after each step", "FILE"),
+    )
+    spike_ms: float | None = option(
+        None,
+        Milliseconds(),
+        "longer steps are listed as spikes; default: three times the usual time, at least 50 ms.",
+        OptionFlag(
+            "--spike-ms",
+            "report longer steps as spikes (default: 3 times the usual time, at least 50 ms)",
+            "MS",
+        ),
+    )
+    kv_disk_gb: float = option(
+        20.0,
+        Gigabytes(),
+        "the largest size of the directory `kv_disk`, in GB.",
+        OptionFlag(
+            "--kv-disk-gb", "maximum size of that directory (default: 20 GB)", "GB", default=None
+        ),
+    )
+    model_files: Sequence[str | PathLike[str]] = option(
+        (),
+        Paths(),
+        "directories that the model was loaded from. Their hash is kept in `kv_disk` while they do"
+        " not change; without them every start hashes all weights.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_one = self.speculate is None or self.draft_model is None
+        require(is_one, "Engine", "speculate", self.speculate, GUESSER)
+        if self.profile:  # the phases of a compiled step cannot be told apart
+            object.__setattr__(self, "compile", False)
+            object.__setattr__(self, "lookahead", False)
+
+
+OPTIONS: Mapping[str, Option] = {
+    each.name: each.metadata["option"] for each in fields(EngineConfig)
+}
+"""The options by their names, which are those of the keywords of :class:`mlx_paged.Engine`."""
+
+DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(EngineConfig)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from shutil import which
 
 from mlx_paged.arguments import UntestedVersionError
-from mlx_paged.cli import COUNT, GB, MEMORY, Parser
+from mlx_paged.cli import COUNT, MEMORY, Parser
 from mlx_paged.options import BLOCK_SIZE
 from mlx_paged.starting import start
 
@@ -37,8 +37,7 @@ def main() -> int:
     parser.require_versions()
     from mlx_paged.drop_in.patch import patch_mlx_lm
 
-    kv_memory = None if args.kv_memory is None else int(args.kv_memory * GB)
-    options = {"block_size": args.block_size, "kv_memory": kv_memory}
+    options = {"block_size": args.block_size, "kv_memory": args.kv_memory}
     try:
         program = _for_python(program)
         patch_mlx_lm(**options)  # it finds mistakes in the options before the program starts
@@ -47,8 +46,7 @@ def main() -> int:
     if sys.flags.ignore_environment or sys.flags.no_site:
         parser.error("python got -E, -I or -S: expected none of them, as they prevent the patch")
     same = [sys.prefix, sys.implementation.cache_tag]
-    cache_limit = None if args.cache_limit is None else int(args.cache_limit * GB)
-    given = {"python": same, "options": options, "cache_limit": cache_limit}
+    given = {"python": same, "options": options, "cache_limit": args.cache_limit}
     os.environ["MLX_PAGED_RUN"] = json.dumps(given)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (STARTUP, os.getenv("PYTHONPATH"))))
     flags = sys.orig_argv[1 : -len(sys.argv) - 1]  # before "-m mlx_paged.run"

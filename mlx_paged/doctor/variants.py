@@ -28,8 +28,10 @@ CONTEXTS = (1, 70, 33)
 LONG_CONTEXTS = (700, 3, 290)
 """Context lengths; the Metal kernels split long ones and merge the parts."""
 
-SHARED, SHARED_KEYS = "long-shared", 256
-"""An option, and how many first keys the longest two sequences have in the same blocks then."""
+SHARED = "long-shared"
+"""The option of a variant whose two longest sequences begin with the same blocks."""
+PREFIX_KEYS = 256
+"""The number of keys in these blocks."""
 
 FAINT = (2.0**-12, 0.0), (2.0**-13, 0.0012)
 """Factors and offsets of some keys and values in quantized pools. The scales of these rows are
@@ -115,7 +117,7 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     num_blocks = len(contexts) * columns
     tables = rng.permutation(num_blocks).reshape(len(contexts), columns).astype(np.int32)
     if variant.option == SHARED:
-        tables[2, : SHARED_KEYS // block_size] = tables[0, : SHARED_KEYS // block_size]
+        tables[2, : PREFIX_KEYS // block_size] = tables[0, : PREFIX_KEYS // block_size]
     used = np.zeros((num_blocks, 1, block_size, 1), np.bool_)
     for table, context in zip(tables, contexts, strict=True):
         blocks, offsets = np.divmod(np.arange(context), block_size)
@@ -195,7 +197,7 @@ OPTIONS: dict[str, Option] = {
     "long-many": lambda rng, sizes, shape: _many(rng, sizes, shape),
     "long-sinks": lambda rng, sizes, shape: {"sinks": normal(rng, sizes[1])},
     SHARED: lambda rng, sizes, shape: {
-        "shared_prefixes": np.array([[1, 0, 2], [0, 0, SHARED_KEYS]], np.int32)
+        "shared_prefixes": np.array([[1, 0, 2], [0, 0, PREFIX_KEYS]], np.int32)
     },
     "float32-queries": lambda rng, sizes, shape: {},
     "weights": lambda rng, sizes, shape: {"return_attn": True},

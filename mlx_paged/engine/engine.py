@@ -1,6 +1,6 @@
 """Engine: many requests generated at once from one paged pool."""
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any
@@ -10,9 +10,8 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from mlx_paged.arguments import require, suggesting
+from mlx_paged.arguments import GB, require, suggesting
 from mlx_paged.engine.chats import Chat, ChatPrompt, Chats, Reader, chat_list
-from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.models import EngineModels
 from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import Tokenizer
@@ -22,13 +21,14 @@ from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import TickLog
-from mlx_paged.options import Policy, PreemptionPolicy
+from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.scheduler import PredictSeconds, Scheduler
+from mlx_paged.scheduler.tier import Tier
 from mlx_paged.vision.host import hosted
 from mlx_paged.vision.sight import SeenPrompt
 
@@ -53,20 +53,23 @@ class Engine(WaitingCalls):
         kv_memory: bytes for the pool; default: what the device can spare.
         num_blocks: size of the pool in blocks of all layers, instead of `kv_memory`.
         kv_bits: 8 or 6 to store K/V with so many bits an element, 4 to store keys with 6 and values
-            with 4; docs/kv-quantization.md has the differences. Default: as the model computes it.
-        max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
+            with 4 bits; docs/kv-quantization.md has the differences. Default: as the model computes
+            it.
+        max_kv_tokens: without `kv_memory` and `num_blocks`, the pool has room for no more than
+            these tokens.
         cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if
             MLX's limit is. Default: a tenth of the GPU's memory; less if `kv_memory` or
             `num_blocks` asks for a small pool.
         max_running: the largest number of requests that are computed together.
         prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
         max_stall_ms: the longest time of a step while streams run, so that a long prompt does not
-            delay them longer. A cost model, which learns from every step, keeps to it. None: only
-            `prefill_chunk` limits a step, and its tokens do not depend on the clock.
+            delay them longer. A cost model, which learns from every step, chooses steps that take
+            no longer. None: only `prefill_chunk` limits a step, and its tokens do not depend on the
+            clock.
         policy: order of waiting requests: "fcfs", "priority" or "shortest".
         preempt: which request is preempted when no block is free: "newest", "longest" or
             "fewest-generated". Its tokens are computed again, with the same result.
-        seed: of the random streams of requests that have no seed.
+        seed: seed of the random streams of requests that have none of their own.
         prefix_cache: share the K/V of prompts that start with the same tokens.
         snapshot_memory: bytes for copies of the states of recurrent layers. Models with such layers
             need these copies to share prefixes; 0: they do not share them. Default: four copies for
@@ -80,22 +83,25 @@ class Engine(WaitingCalls):
             followed the same tokens earlier in a request; None: nothing. The output stays the same.
             Steps with guesses are read before the next one is launched. Models that compute one
             sequence at a time compute no guesses.
-        draft_model: a smaller mlx-lm model with the same vocabulary makes these guesses. It gets a
-            part of `kv_memory`, or a pool of as many blocks as `num_blocks`.
-        num_draft_tokens: guesses of a draft model for each request in a step at most.
+        draft_model: a smaller mlx-lm model with the same vocabulary, which guesses tokens instead.
+            Its pool is a part of `kv_memory`, or has as many blocks as `num_blocks` says.
+        num_draft_tokens: the largest number of tokens that a draft model guesses for a request in a
+            step.
         compile: compute the steps that only decode by graphs that MLX has traced before, if it can
             (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.
         cpu_linear: compute linear layers on a CPU by this package's kernels (docs/cpu-linear.md).
             None: unless MLX_PAGED_CPU_LINEAR is 0. GPUs keep MLX's.
-        cascade: let decodes whose contexts begin with the same blocks attend to these together:
-            forks, samples, requests with one system prompt. On a CPU every token stays the same.
+        cascade: let decodes whose contexts begin with the same blocks attend to these blocks
+            together: forks, samples, requests with one system prompt. On a CPU every token stays
+            the same.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
-        spike_ms: longer steps are listed as spikes; default: three times the usual time.
+        spike_ms: longer steps are listed as spikes; default: three times the usual time, at least
+            50 ms.
         kv_disk: a directory in which K/V outlives the pool and the process (docs/kv-disk.md).
             :meth:`close` writes what is missing there. Default: none.
-        kv_disk_gb: GB in this directory at most.
+        kv_disk_gb: the largest size of the directory `kv_disk`, in GB.
         model_files: directories that the model was loaded from. Their hash is kept in `kv_disk`
             while they do not change; without them every start hashes all weights.
 
@@ -175,37 +181,18 @@ class Engine(WaitingCalls):
             kv_disk_gb=kv_disk_gb,
             model_files=model_files,
         )
-        log = TickLog(spike_ms=spike_ms, profile=profile)
-        writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
-        phases = PhaseTimes() if profile else None
+        if draft_model is not None:
+            require_model("Engine", "draft_model", draft_model)
+        writer = None if config.metrics_jsonl is None else TickWriter(config.metrics_jsonl)
+        phases = PhaseTimes() if config.profile else None
         models = self._models = EngineModels.of(model, config, phases)
-        pooled, profiled = models.pooled, models.pooled.profile
-        prewarm_seconds = models.warm_up() if prewarm else None
-        open_disk = None
-        if kv_disk is not None:
-            limit = int(kv_disk_gb * 10**9)
-            opened = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
-            open_disk = telling_errors()(opened)
-        scheduler = Scheduler(
-            pooled.allocator,
-            config.max_running,
-            config.prefill_chunk,
-            prefix_cache=prefix_cache,
-            policy=Policy(config.policy),
-            victims=PreemptionPolicy(config.preempt),
-            max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
-            watermark=int(WATERMARK * pooled.pool.num_blocks),
-            rewinds=not profiled.recurrent,
-            max_snapshots=pooled.max_snapshots,
-            drafter=models.drafter,
-            open_tier=open_disk,
-            few_sizes=gpu_memory() is not None,
-            scores=models.rank_stats is None,
-        )
-        layers = zip(profiled.windows, profiled.shapes, strict=True)
+        pooled = models.pooled
+        traits = pooled.profile
+        prewarm_seconds = models.warm_up() if config.prewarm else None
+        layers = zip(traits.windows, traits.shapes, strict=True)
         sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
         super().__init__(
-            scheduler,
+            _scheduler(config, models, _tier_opener(config, model, tokenizer, pooled)),
             models.runner,
             EngineStats(
                 config.block_size,
@@ -218,16 +205,22 @@ class Engine(WaitingCalls):
                 memory_budget=models.budget.parts,
             ),
             tokenizer=tokenizer,
-            vocab_size=profiled.logit_columns,
-            embedding_rows=profiled.embedding_rows,
+            vocab_size=traits.logit_columns,
+            embedding_rows=traits.embedding_rows,
             seed=config.seed,
             lookahead=config.lookahead,
-            # Else each of several tokens at once would need a forward.
-            fast_forward=profiled.batching is Batching.MIXED,
-            instruments=RecorderConfig(log, KVReads(sizes, config.block_size), phases, writer),
+            # Without mixed steps, several tokens of a request at once would need a forward each.
+            fast_forward=traits.batching is Batching.MIXED,
+            instruments=RecorderConfig(
+                TickLog(spike_ms=config.spike_ms, profile=config.profile),
+                KVReads(sizes, config.block_size),
+                phases,
+                writer,
+            ),
         )
-        self.prewarm = prewarm
-        # The last attribute: these die after the arrays of a step under way.
+        self.prewarm = config.prewarm
+        # The last attribute, because an object's attributes die in their order: MLX's limits are
+        # restored after the arrays of a step under way are gone.
         self._holders = [each.holder for each in models.limits]
 
     def with_images(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
@@ -417,6 +410,42 @@ class Engine(WaitingCalls):
             return False
         self._settle()  # a step may be under way for requests that ended
         return self._pipeline.copy_when_idle()
+
+
+def _tier_opener(
+    config: EngineConfig, model: nn.Module, tokenizer: Any, pooled: PooledModel
+) -> Callable[[PredictSeconds], Tier] | None:
+    """A function that opens the directory of K/V; None if there is none."""
+    if config.kv_disk is None:
+        return None
+    limit = int(config.kv_disk_gb * GB)
+    opened = partial(open_tier, config.kv_disk, limit, config.model_files, model, tokenizer, pooled)
+    return telling_errors()(opened)
+
+
+def _scheduler(
+    config: EngineConfig,
+    models: EngineModels,
+    open_tier: Callable[[PredictSeconds], Tier] | None,
+) -> Scheduler:
+    """The scheduler of an engine's requests."""
+    pooled, max_stall_ms = models.pooled, config.max_stall_ms
+    return Scheduler(
+        pooled.allocator,
+        config.max_running,
+        config.prefill_chunk,
+        prefix_cache=config.prefix_cache,
+        policy=Policy(config.policy),
+        victims=PreemptionPolicy(config.preempt),
+        max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
+        watermark=int(WATERMARK * pooled.pool.num_blocks),
+        rewinds=not pooled.profile.recurrent,
+        max_snapshots=pooled.max_snapshots,
+        drafter=models.drafter,
+        open_tier=open_tier,
+        few_sizes=gpu_memory() is not None,
+        scores=models.rank_stats is None,
+    )
 
 
 def _with_detokenizer(tokenizer: Any) -> Tokenizer | None:

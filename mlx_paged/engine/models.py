@@ -6,17 +6,21 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_paged.engine.config import DRAFTERS, EngineConfig
 from mlx_paged.kv.limits import HeldLimits
 from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.metrics.recorder import PhaseTimes
+from mlx_paged.options import EngineConfig
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.runner.ranks import LeadingRunner, Ranks
+from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.speculation import Drafter
+
+DRAFTERS = {"ngram": NgramDrafter}
+"""What guesses tokens without a model, by the values of ``speculate``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,14 +107,9 @@ def _prepare(args: argparse.Namespace) -> Prepared:
     engine = Engine(
         model,
         tokenizer,
-        block_size=args.kv_block_size,
         max_kv_tokens=max(
-            1, sum(job.max_kv_tokens(args.kv_block_size) for job in jobs if not job.refusal)
+            1, sum(job.max_kv_tokens(args.block_size) for job in jobs if not job.refusal)
         ),
-        max_running=args.max_running,
-        prefill_chunk=args.prefill_chunk,
-        lookahead=args.lookahead,
-        prewarm=not args.no_prewarm,
         **engine_options(args),
     )
     ids, refusals = add_all(engine, jobs)

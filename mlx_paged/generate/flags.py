@@ -16,6 +16,7 @@ from mlx_paged.cli import (
     json_object,
     number,
 )
+from mlx_paged.option_kinds import OneOf
 
 DIVISOR = number(float, 0, 1e6, "a number >= 0")
 PENALTY = number(float, -1e6, 1e6, "a number")
@@ -94,7 +95,6 @@ TEXTS = {"action": "append"}
 STOPS = {"action": "append", "type": _stop}
 TOKENS = {"nargs": "+"}
 FILES = {"nargs": "+", "action": "extend"}
-BLOCK_SIZE = {"type": int, "choices": KV_BLOCK_SIZES}
 THRESHOLD = number(float, 0, 0.5, "a number from 0 to 0.5")
 LENGTH_PENALTY = number(float, -100, 100, "a number from -100 to 100")
 CONFIG = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
@@ -133,12 +133,12 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--early-stopping", SWITCH, False, "", "for --beams: stop when N beams have ended"),
     ),
     "engine": (
-        ("--kv-block-size", BLOCK_SIZE, 16, "", "tokens per KV block"),
-        ("--max-running", COUNT, 32, "N", "maximum number of sequences in a batch"),
-        ("--prefill-chunk --prefill-step-size", COUNT, 512, "N", "maximum prompt tokens in a step"),
+        cli.flag_of("block_size", OneOf(KV_BLOCK_SIZES), metavar=""),
+        cli.flag_of("max_running"),
+        cli.flag_of("prefill_chunk"),
         *cli.engine_flags(),
-        ("--lookahead", ON_OFF, True, "", "launch a step before the last step's tokens are read"),
-        ("--no-prewarm", SWITCH, False, "", "compile GPU pipelines and decode graphs at first use"),
+        cli.flag_of("lookahead"),
+        cli.flag_of("prewarm"),
     ),
     "output": (
         ("--output", str, None, "FILE.jsonl", "write completions as JSON lines when they finish"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 from tqdm import tqdm
 
-from mlx_paged.cli import GB
+from mlx_paged.arguments import GB
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.batch_job import BatchJob
 from mlx_paged.generate.results_file import Result

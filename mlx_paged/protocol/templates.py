@@ -60,9 +60,9 @@ def _render(tokenizer: TokenizerWrapper, *turns: dict[str, Any], **options: Any)
 def _takes_one(tokenizer: TokenizerWrapper, role: str) -> bool:
     """Whether prompts with two turns of a role in a row fail, and with one do not."""
     before, turn = ([], ASK) if role == "user" else ([ASK], ANSWER)
-    behind = [ASK] if before else []
-    return _renders(tokenizer, *before, turn, *behind) and not _renders(
-        tokenizer, *before, turn, turn, *behind
+    after = [ASK] if before else []
+    return _renders(tokenizer, *before, turn, *after) and not _renders(
+        tokenizer, *before, turn, turn, *after
     )
 
 

@@ -2,24 +2,13 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from os import PathLike
-from typing import Any
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_paged import ops
-from mlx_paged.arguments import (
-    MAX_INT32,
-    integer,
-    optional_integer,
-    require,
-    require_choices,
-    require_flags,
-    require_paths,
-)
 from mlx_paged.attention.paths import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
@@ -38,7 +27,7 @@ from mlx_paged.kv.memory import (
     promise_snapshots,
 )
 from mlx_paged.kv.pool import KVPool, planned_block_bytes
-from mlx_paged.options import KVBits
+from mlx_paged.options import KVBits, PoolConfig
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
@@ -48,52 +37,6 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 
 NOBODY = -1  # id of a request that no caller made
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolConfig:
-    """The arguments of an :class:`mlx_paged.Engine` that decide how its model and pool are made.
-
-    Raises:
-        ValueError: an argument is of a wrong kind or out of range.
-    """
-
-    block_size: int
-    kv_memory: int | None
-    num_blocks: int | None  # of all layers
-    kv_bits: KVBits
-    max_kv_tokens: int | None
-    cache_limit: int | None
-    max_running: int
-    prefill_chunk: int  # tokens of a sequence that a step computes at most
-    prefix_cache: bool
-    snapshot_memory: int | None
-    compile: bool | None
-    cpu_linear: bool | None
-    cascade: bool
-    kv_disk: str | PathLike[str] | None
-
-    def __post_init__(self) -> None:
-        self._take("block_size", integer, 1, MAX_INT32)
-        for name in ("kv_memory", "num_blocks", "max_kv_tokens"):
-            self._take(name, optional_integer, 1)
-        for name in ("max_running", "prefill_chunk"):
-            self._take(name, integer, 1)
-        for name in ("cache_limit", "snapshot_memory"):
-            self._take(name, optional_integer, 0)
-        require_flags("Engine", prefix_cache=self.prefix_cache, cascade=self.cascade)
-        require_choices("Engine", compile=self.compile, cpu_linear=self.cpu_linear)
-        require_paths("Engine", kv_disk=self.kv_disk)
-        can_share = self.prefix_cache or self.kv_disk is None
-        require(can_share, "Engine", "prefix_cache", self.prefix_cache, "True with kv_disk")
-
-    def _take(self, name: str, check: Callable[..., Any], *limits: Any) -> None:
-        """Replace a field by what its check returns: NumPy's numbers become Python's."""
-        object.__setattr__(self, name, check("Engine", name, getattr(self, name), *limits))
-
-    def of_pool(self, **others: Any) -> "PoolConfig":
-        """The same for another pool, with these fields instead."""
-        return PoolConfig(**{f.name: getattr(self, f.name) for f in fields(PoolConfig)} | others)
 
 
 def probed(model: nn.Module, kv_bits: KVBits = None) -> ModelProfile:

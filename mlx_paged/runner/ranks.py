@@ -24,6 +24,7 @@ import mlx.nn as nn
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.ops.cpu_layers import CPULayers
+from mlx_paged.options import PoolConfig
 from mlx_paged.outputs import describe
 from mlx_paged.request import Request
 from mlx_paged.runner.launched_step import LaunchedStep
@@ -31,7 +32,7 @@ from mlx_paged.runner.links import Kind, Link, LostRank, connect
 from mlx_paged.runner.model_probe import model_type
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.runner.pooled_model import MeasuredModel, PoolConfig, PooledModel, probed
+from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler
 from mlx_paged.scheduler.step import SampledToken, Step

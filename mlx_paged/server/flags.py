@@ -9,6 +9,7 @@ from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
 from mlx_paged.formats.registry import FORMATS
 from mlx_paged.formats.thoughts import NONE, STYLES
+from mlx_paged.option_kinds import Kind, read_number
 from mlx_paged.protocol.fields import MAX_SAMPLES
 from mlx_paged.server import keys, tls
 from mlx_paged.server.keys import API_KEY_VARIABLE
@@ -44,6 +45,22 @@ def _template(text: str) -> str:
 SECONDS = number(float, 0, 1e9, "a number of seconds")
 PORT = number(int, 0, 65535, "a port from 0 to 65535")
 MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
+
+
+class MillisecondsOrNone(Kind):
+    """A number of milliseconds; 0 means None."""
+
+    def read(self, text: str) -> float | None:
+        expected = "a number of milliseconds >= 0"
+        return read_number(text, float, 0, 1e9, expected) or None
+
+
+STALL = cli.flag_of(
+    "max_stall_ms",
+    MillisecondsOrNone(),
+    default=MAX_STALL_MS,
+    help="upper limit for the time of a step while requests are decoding; 0 is no limit",
+)
 
 REFUSED: tuple[cli.Flag, ...] = (
     ("--prompt-concurrency", int, 8, "X", "a limit of prompts beside --prefill-step-size"),
@@ -110,10 +127,10 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--max-tokens", COUNT, 512, "N", "maximum new tokens"),
     ),
     "engine": (
-        *cli.engine_flags(MAX_STALL_MS),
-        ("--decode-concurrency", COUNT, 32, "N", "maximum number of sequences in a batch"),
-        ("--prefill-step-size", COUNT, 512, "TOKENS", "maximum prompt tokens in a step"),
-        ("--kv-block-size", COUNT, 16, "N", "tokens per KV block"),
+        *cli.engine_flags(STALL),
+        cli.flag_of("max_running", names="--decode-concurrency"),
+        cli.flag_of("prefill_chunk", names="--prefill-step-size", metavar="TOKENS"),
+        cli.flag_of("block_size"),
     ),
     "metrics": cli.METRICS,
     "compatibility with mlx_lm.server": (
@@ -162,8 +179,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         options["kv_memory"] = args.prompt_cache_bytes
     if args.prompt_cache_size == 0:
         options["prefix_cache"] = False
-    return options | {
-        "block_size": args.kv_block_size,
-        "max_running": args.decode_concurrency,
-        "prefill_chunk": args.prefill_step_size,
-    }
+    options["max_running"] = args.decode_concurrency
+    options["prefill_chunk"] = args.prefill_step_size
+    return options

@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlx_paged.cli import NUM_DRAFTS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory
-from mlx_paged.loading import load_with_config, positions
+from mlx_paged.loading import load_with_config, of_another_model, positions
 from mlx_paged.outputs import describe
 from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
 from mlx_paged.protocol.request_body import Refusal
@@ -69,10 +68,8 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
     """Load a model and start its engine with one of `places` equal parts of the pool's memory. If
     the operator `trusts` it, its own code may run. Raises ValueError if it cannot be loaded or
     served."""
-    if path != args.model:  # adapter, draft model and disk belong to the default model
-        args = argparse.Namespace(**vars(args))
-        args.adapter_path = args.draft_model = args.kv_disk = None
-        args.num_draft_tokens, args.kv_disk_gb = NUM_DRAFTS, None
+    if path != args.model:
+        args = of_another_model(args)
         args.tool_format = args.reasoning_format = None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     files = path, args.adapter_path, trusts

@@ -30,7 +30,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--xtc-threshold", THRESHOLD, 0.1, "P", "XTC drops all but the least likely above this"),
     ),
     "engine": (
-        ("--prefill-step-size", COUNT, 512, "N", "maximum prompt tokens in a step"),
+        cli.flag_of("prefill_chunk", names="--prefill-step-size"),
         *cli.engine_flags(),
     ),
     "metrics": cli.METRICS,

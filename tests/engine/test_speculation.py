@@ -9,7 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.engine.config import DRAFTERS
+from mlx_paged.engine.models import DRAFTERS
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.tiny_models import VOCAB, tiny_model

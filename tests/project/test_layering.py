@@ -13,7 +13,7 @@ import mlx_paged
 
 PACKAGE = Path(mlx_paged.__file__).parent
 
-REQUESTS = {"arguments", "options", "request", "sampling_params", "outputs"}
+REQUESTS = {"arguments", "options", "option_kinds", "request", "sampling_params", "outputs"}
 COMMAND = {"cli", "loading", "starting"}
 MAY_IMPORT = {
     "server": {
@@ -51,8 +51,8 @@ MAY_IMPORT = {
     "formats": {"chat", "outputs", "sampling_params"},
     "vision": {"arguments", "chat", "runner", "ops"},
     "chat": set[str](),
-    "loading": {"cli", "vision", "runner"},
-    "cli": {"arguments", "options"},
+    "loading": {"cli", "options", "vision", "runner"},
+    "cli": {"arguments", "option_kinds", "options"},
     "starting": set[str](),
     "__main__": {"cli", "starting"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
@@ -66,14 +66,24 @@ MAY_IMPORT = {
     "sampling_params": {"arguments"},
     "kv": {"arguments", "options", "ops"},
     "ops": {"_ext", "arguments"},
-    "options": {"arguments"},
+    "options": {"arguments", "option_kinds"},
+    "option_kinds": {"arguments"},
     "arguments": set[str](),
 }
 """A room (folder or module of the package) and the rooms that it may import."""
 
 NO_MLX = [
     *(f"{room}.*" for room in ("formats", "scheduler", "metrics", "chat")),
-    *("arguments", "cli", "options", "outputs", "request", "sampling_params", "starting"),
+    *(
+        "arguments",
+        "cli",
+        "option_kinds",
+        "options",
+        "outputs",
+        "request",
+        "sampling_params",
+        "starting",
+    ),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "generate.batch_lines", "generate.prompts_file", "runner.plan"),
