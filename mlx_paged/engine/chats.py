@@ -1,7 +1,7 @@
 """Chats: messages become prompts, and answers are divided into text, thoughts and tool calls."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -172,6 +172,16 @@ class Reader:
         return replace(
             output, text=text, reasoning=reasoning, tool_calls=(*calls,), completion=completion
         )
+
+    def divided(self, outputs: Generator[Any]) -> Generator[Any]:
+        """A stream of outputs, divided: first None, when the stream is ready; then the outputs."""
+        next(outputs)
+        try:
+            yield
+            for output in outputs:
+                yield self.read(output)
+        finally:
+            outputs.close()
 
     def completion(self, completion: Completion) -> Completion:
         """The completion of the request, with its parts."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
 from mlx_paged.engine.beams import BeamGroup, BeamSearch
-from mlx_paged.engine.one_thread import Occupancy, exclusive
+from mlx_paged.engine.one_thread import Occupancy, exclusive, exclusive_as
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
 from mlx_paged.engine.request_maker import (
     RequestMaker,
@@ -19,6 +19,7 @@ from mlx_paged.engine.request_maker import (
 )
 from mlx_paged.engine.text import OutputProcessor, Prompt, PromptEncoder, Tokenizer
 from mlx_paged.engine.token_ids import TokenIds
+from mlx_paged.engine.waiting_calls import Streams
 from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.outputs import Completion, TokenOutput
@@ -80,6 +81,7 @@ class EngineCore:
         # So many, before a step is launched ahead: a step that another thread launched may be lost.
         self._patience = 0
         self.ready: list[TokenOutput] = []
+        self._streams = Streams()
         self.device_faults = 0
         self._is_advancing = False
         rows = vocab_size if embedding_rows is None else embedding_rows
@@ -118,7 +120,8 @@ class EngineCore:
 
     def is_open(self, request_id: int) -> bool:
         """Whether :meth:`step` has more outputs of this request to give."""
-        return request_id in self._requests or any(o.request_id == request_id for o in self.ready)
+        is_waiting = any(output.request_id == request_id for output in self.ready)
+        return request_id in self._requests or is_waiting or self._streams.has_unread(request_id)
 
     def levels(self) -> Levels:
         """What the scheduler holds at present, and what it has done so far."""
@@ -288,7 +291,11 @@ class EngineCore:
     def abort(self, request_id: int) -> Completion | None:
         """End a request early and free its blocks; None if it has ended already."""
         request = self._requests.get(integer("abort", "request_id", request_id))
-        return None if request is None else self._finish(request, FinishReason.ABORT)
+        if request is None:
+            return None
+        completion = self._finish(request, FinishReason.ABORT)
+        self._streams.note_aborted(request_id, completion)
+        return completion
 
     @exclusive
     def release(self, request_id: int) -> None:
@@ -316,12 +323,19 @@ class EngineCore:
     @exclusive
     def compute(self) -> None:
         """Compute one step; the next :meth:`step` returns its outputs."""
+        self._streams.abort_dropped(self)
         with deferred_interrupts():
             self._advance(ahead=self._may_look_ahead() and not self._beams)
 
     def _deliver(self, output: TokenOutput) -> None:
-        """Let the next :meth:`step` return an output."""
-        self.ready.append(output)
+        """Give an output to the call that waits for it, or let the next :meth:`step` return it."""
+        if not self._streams.take(output):
+            self.ready.append(output)
+
+    @exclusive_as("close of a stream")
+    def _abort_dropped(self) -> None:
+        """Abort the requests of streams that have no reader any more."""
+        self._streams.abort_dropped(self)
 
     # Adding
 

@@ -1,44 +1,37 @@
 """Engine: many requests generated at once from one paged pool."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from mlx_paged.arguments import GB, require, suggesting
+from mlx_paged.arguments import is_whole, require, shown, suggesting
 from mlx_paged.engine.chats import Chat, ChatPrompt, Chats, Reader, chat_list
-from mlx_paged.engine.models import EngineModels
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.engine.models import EngineParts, with_detokenizer
 from mlx_paged.engine.one_thread import exclusive
-from mlx_paged.engine.text import Tokenizer
-from mlx_paged.engine.waiting_calls import OnOutput, WaitingCalls
-from mlx_paged.kv.memory import MemoryBudget, gpu_memory
-from mlx_paged.kv_disk.opening import open_tier
-from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickWriter
-from mlx_paged.metrics.stats import EngineStats
-from mlx_paged.metrics.tick_log import TickLog
+from mlx_paged.engine.text import Prompt, Tokenizer, prompt_list
+from mlx_paged.engine.waiting_calls import OnOutput
+from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
-from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.scheduler import PredictSeconds, Scheduler
-from mlx_paged.scheduler.tier import Tier
 from mlx_paged.vision.host import hosted
 from mlx_paged.vision.sight import SeenPrompt
 
 QUEUEING = {"priority", "cache_salt", "keep", "turn_ends"}
 """Arguments of `add_request` that are no fields of SamplingParams."""
 
-WATERMARK = 0.01  # part of the pool that must stay free when a request is admitted while others run
 
-
-class Engine(WaitingCalls):
+class Engine(EngineCore):
     """Continuous batching over a pool of K/V blocks.
 
     Any number of requests may be added at any time. Each :meth:`step` gives every running request
@@ -150,7 +143,7 @@ class Engine(WaitingCalls):
         if (host := hosted(model, tokenizer)) is not None:
             model, tokenizer = host
         self._eyes = getattr(model, "eyes", None)
-        tokenizer = _with_detokenizer(tokenizer)
+        tokenizer = with_detokenizer(tokenizer)
         config = EngineConfig(
             block_size=block_size,
             kv_memory=kv_memory,
@@ -183,27 +176,13 @@ class Engine(WaitingCalls):
         )
         if draft_model is not None:
             require_model("Engine", "draft_model", draft_model)
-        writer = None if config.metrics_jsonl is None else TickWriter(config.metrics_jsonl)
-        phases = PhaseTimes() if config.profile else None
-        models = self._models = EngineModels.of(model, config, phases)
-        pooled = models.pooled
-        traits = pooled.profile
-        prewarm_seconds = models.warm_up() if config.prewarm else None
-        layers = zip(traits.windows, traits.shapes, strict=True)
-        sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
+        parts = EngineParts.of(model, tokenizer, config)
+        self._models = parts.models
+        traits = parts.models.pooled.profile
         super().__init__(
-            _scheduler(config, models, _tier_opener(config, model, tokenizer, pooled)),
-            models.runner,
-            EngineStats(
-                config.block_size,
-                pooled.pool.block_bytes,
-                pooled.pool.num_blocks,
-                prewarm_seconds=prewarm_seconds,
-                refused_kernels=pooled.refused_kernels,
-                traces=pooled.traces,
-                ranks=models.rank_stats,
-                memory_budget=models.budget.parts,
-            ),
+            parts.scheduler,
+            parts.models.runner,
+            parts.stats,
             tokenizer=tokenizer,
             vocab_size=traits.logit_columns,
             embedding_rows=traits.embedding_rows,
@@ -211,17 +190,126 @@ class Engine(WaitingCalls):
             lookahead=config.lookahead,
             # Without mixed steps, several tokens of a request at once would need a forward each.
             fast_forward=traits.batching is Batching.MIXED,
-            instruments=RecorderConfig(
-                TickLog(spike_ms=config.spike_ms, profile=config.profile),
-                KVReads(sizes, config.block_size),
-                phases,
-                writer,
-            ),
+            instruments=parts.instruments,
         )
         self.prewarm = config.prewarm
         # The last attribute, because an object's attributes die in their order: MLX's limits are
         # restored after the arrays of a step under way are gone.
-        self._holders = [each.holder for each in models.limits]
+        self._holders = [each.holder for each in parts.models.limits]
+
+    @exclusive
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Complete all prompts; return the completions in the order of the prompts.
+
+        Args:
+            prompts: texts or token ids. One text, or the token ids of one prompt, give a list of
+                one completion.
+            params: for all prompts, or a sequence with one entry for each prompt.
+            on_output: called with every token when it is known.
+
+        Raises:
+            ValueError: as :meth:`add_request`; no prompt is computed then.
+        """
+        prompts = prompt_list("generate", prompts)
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"[generate] {len(prompts)} prompts but {len(each)} params: expected one each"
+            )
+        return self._complete(
+            (
+                [self.add_request(prompt, param, **options)]
+                for prompt, param in zip(prompts, each, strict=True)
+            ),
+            on_output,
+        )
+
+    @exclusive
+    def sample(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        n: int,
+        params: SamplingParams | None = None,
+        best_of: int | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, e.g. for policy-gradient methods such as GRPO.
+
+        Every prompt is computed once and its K/V is shared. With a seed s, completion i of each
+        prompt draws the same as a request with seed ``s + i``.
+
+        Args:
+            prompts: as of :meth:`generate`. One prompt gives a list of one list.
+            best_of: generate this many and return the `n` completions with the highest mean
+                log-probability, best first.
+
+        More than one completion at temperature 0 gives a UserWarning: they are equal.
+
+        Raises:
+            ValueError: `n` above `best_of`, or as :meth:`add_samples`; nothing is computed then.
+        """
+        prompts = prompt_list("sample", prompts)
+        count = n if best_of is None else best_of
+        if not (is_whole(n, 1) and is_whole(count, n)):
+            given = f"n is {shown(n)} and best_of {shown(best_of)}"
+            raise ValueError(f"[sample] {given}: expected 1 <= n <= best_of")
+        temperature = options.get("temperature", (params or SamplingParams()).temperature)
+        if count > 1 and temperature == 0:
+            message = f"[sample] temperature is 0: all {count} completions of a prompt are equal"
+            warnings.warn(message, stacklevel=3)  # the caller of the guarded method
+        done = self._complete(
+            (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
+        )
+        groups = [done[i : i + count] for i in range(0, len(done), count)]
+        if best_of is None:
+            return groups
+        return [likeliest(group, n) for group in groups]
+
+    @exclusive
+    def beam_search(
+        self, prompt: Prompt, num_beams: int, params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """The best continuation that a beam search finds; ``.beams`` has all of them.
+
+        Arguments and errors are those of :meth:`add_beam_search`.
+        """
+        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
+        return self._complete(ids, None)[0]
+
+    @exclusive
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generator[TokenOutput]:
+        """Add a request and yield each of its tokens; other requests advance meanwhile.
+
+        This call adds the request, not the first ``next``. Closing the iterator or dropping the
+        last reference to it aborts the request, also before the first ``next``.
+
+        Raises:
+            ValueError: as :meth:`add_request`, at once.
+        """
+        request_id = self.add_request(prompt, params, **options)
+        outputs = self._read(request_id)
+        next(outputs)  # a generator that was never started would not reach its `finally`
+        return outputs
+
+    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
+        """Add requests and wait for all of them, within an exclusive method."""
+        try:
+            return self._streams.complete(self, added, on_output)
+        finally:
+            self._abort_dropped()
+
+    def _read(self, request_id: int) -> Generator[Any]:
+        """First None, when the stream is ready; then the outputs of a request."""
+        return self._streams.read(self, request_id, self._abort_dropped)
 
     def with_images(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
         """A prompt with images, for any call that takes a prompt. Any thread may call this.
@@ -337,7 +425,8 @@ class Engine(WaitingCalls):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        outputs = self._read_stream(*self._add_chat(prompt, params, options))
+        request_id, reader = self._add_chat(prompt, params, options)
+        outputs = reader.divided(self._read(request_id))
         next(outputs)  # a generator that was never started would not reach its `finally`
         return outputs
 
@@ -352,17 +441,6 @@ class Engine(WaitingCalls):
         queued = {name: value for name, value in options.items() if name in QUEUEING}
         request_id = self.add_request(prompt.tokens, params, **queued)
         return request_id, self._chats.reader(prompt, params)
-
-    def _read_stream(self, request_id: int, reader: Reader) -> Generator[Any]:
-        """First None, when the stream is ready; then the outputs, divided."""
-        outputs = self._stream_outputs(request_id)
-        next(outputs)
-        try:
-            yield
-            for output in outputs:
-                yield reader.read(output)
-        finally:
-            outputs.close()
 
     @property
     def manager(self) -> PooledModel:
@@ -410,51 +488,3 @@ class Engine(WaitingCalls):
             return False
         self._settle()  # a step may be under way for requests that ended
         return self._pipeline.copy_when_idle()
-
-
-def _tier_opener(
-    config: EngineConfig, model: nn.Module, tokenizer: Any, pooled: PooledModel
-) -> Callable[[PredictSeconds], Tier] | None:
-    """A function that opens the directory of K/V; None if there is none."""
-    if config.kv_disk is None:
-        return None
-    limit = int(config.kv_disk_gb * GB)
-    opened = partial(open_tier, config.kv_disk, limit, config.model_files, model, tokenizer, pooled)
-    return telling_errors()(opened)
-
-
-def _scheduler(
-    config: EngineConfig,
-    models: EngineModels,
-    open_tier: Callable[[PredictSeconds], Tier] | None,
-) -> Scheduler:
-    """The scheduler of an engine's requests."""
-    pooled, max_stall_ms = models.pooled, config.max_stall_ms
-    return Scheduler(
-        pooled.allocator,
-        config.max_running,
-        config.prefill_chunk,
-        prefix_cache=config.prefix_cache,
-        policy=Policy(config.policy),
-        victims=PreemptionPolicy(config.preempt),
-        max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
-        watermark=int(WATERMARK * pooled.pool.num_blocks),
-        rewinds=not pooled.profile.recurrent,
-        max_snapshots=pooled.max_snapshots,
-        drafter=models.drafter,
-        open_tier=open_tier,
-        few_sizes=gpu_memory() is not None,
-        scores=models.rank_stats is None,
-    )
-
-
-def _with_detokenizer(tokenizer: Any) -> Tokenizer | None:
-    """The tokenizer; as in mlx-lm, one of transformers gets a wrapper with a detokenizer. Raises
-    ValueError for anything else."""
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        tokenizer = TokenizerWrapper(tokenizer)
-    is_tokenizer = tokenizer is None or hasattr(tokenizer, "detokenizer")
-    expected = "the second value of mlx_lm.load(path), a tokenizer of transformers, or None"
-    require(is_tokenizer, "Engine", "tokenizer", tokenizer, expected)
-    wrapped: Tokenizer | None = tokenizer
-    return wrapped

@@ -1,15 +1,23 @@
-"""The model of an engine on its pool, and what drafts for it."""
+"""The parts of an engine of a model: the model on its pool, what drafts for it, the scheduler."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
 import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
 
+from mlx_paged.arguments import GB, require
+from mlx_paged.engine.text import Tokenizer
 from mlx_paged.kv.limits import HeldLimits
-from mlx_paged.kv.memory import MemoryBudget
-from mlx_paged.metrics.recorder import PhaseTimes
-from mlx_paged.options import EngineConfig
+from mlx_paged.kv.memory import MemoryBudget, gpu_memory
+from mlx_paged.kv_disk.opening import open_tier
+from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickWriter
+from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.metrics.tick_log import TickLog
+from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
 from mlx_paged.runner.model_runner import ModelRunner
@@ -17,10 +25,14 @@ from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.runner.ranks import LeadingRunner, Ranks
 from mlx_paged.scheduler.ngram import NgramDrafter
+from mlx_paged.scheduler.scheduler import PredictSeconds, Scheduler
 from mlx_paged.scheduler.speculation import Drafter
+from mlx_paged.scheduler.tier import Tier
 
 DRAFTERS = {"ngram": NgramDrafter}
 """What guesses tokens without a model, by the values of ``speculate``."""
+WATERMARK = 0.01
+"""The part of the pool that must stay free when a request is admitted while others run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +99,103 @@ class EngineModels:
     def rank_stats(self) -> dict[str, Any] | None:
         """What rank 0 has told the others; None in one process."""
         return self.runner.stats if isinstance(self.runner, LeadingRunner) else None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is composed of.
+
+    Attributes:
+        models: the model on its pool, and what guesses its tokens.
+        scheduler: decides what each step computes.
+        stats: counters.
+        instruments: measure each step.
+    """
+
+    models: EngineModels
+    scheduler: Scheduler
+    stats: EngineStats
+    instruments: RecorderConfig
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any, config: EngineConfig) -> "EngineParts":
+        """Make the parts. The models are warmed up if `config` says so.
+
+        Raises:
+            UnsupportedModelError: results for this model could be wrong.
+            ValueError: no room for the pool, or `kv_disk` cannot be used or is in use.
+            OSError: `metrics_jsonl` cannot be written.
+        """
+        writer = None if config.metrics_jsonl is None else TickWriter(config.metrics_jsonl)
+        phases = PhaseTimes() if config.profile else None
+        models = EngineModels.of(model, config, phases)
+        pooled = models.pooled
+        prewarm_seconds = models.warm_up() if config.prewarm else None
+        opener = _tier_opener(config, model, tokenizer, pooled)
+        stats = EngineStats(
+            config.block_size,
+            pooled.pool.block_bytes,
+            pooled.pool.num_blocks,
+            prewarm_seconds=prewarm_seconds,
+            refused_kernels=pooled.refused_kernels,
+            traces=pooled.traces,
+            ranks=models.rank_stats,
+            memory_budget=models.budget.parts,
+        )
+        layers = zip(pooled.profile.windows, pooled.profile.shapes, strict=True)
+        sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
+        instruments = RecorderConfig(
+            TickLog(spike_ms=config.spike_ms, profile=config.profile),
+            KVReads(sizes, config.block_size),
+            phases,
+            writer,
+        )
+        return cls(models, _scheduler(config, models, opener), stats, instruments)
+
+
+def with_detokenizer(tokenizer: Any) -> Tokenizer | None:
+    """The tokenizer; as in mlx-lm, one of transformers gets a wrapper with a detokenizer. Raises
+    ValueError for anything else."""
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = TokenizerWrapper(tokenizer)
+    is_tokenizer = tokenizer is None or hasattr(tokenizer, "detokenizer")
+    expected = "the second value of mlx_lm.load(path), a tokenizer of transformers, or None"
+    require(is_tokenizer, "Engine", "tokenizer", tokenizer, expected)
+    wrapped: Tokenizer | None = tokenizer
+    return wrapped
+
+
+def _tier_opener(
+    config: EngineConfig, model: nn.Module, tokenizer: Any, pooled: PooledModel
+) -> Callable[[PredictSeconds], Tier] | None:
+    """A function that opens the directory of K/V; None if there is none."""
+    if config.kv_disk is None:
+        return None
+    limit = int(config.kv_disk_gb * GB)
+    opened = partial(open_tier, config.kv_disk, limit, config.model_files, model, tokenizer, pooled)
+    return telling_errors()(opened)
+
+
+def _scheduler(
+    config: EngineConfig,
+    models: EngineModels,
+    open_tier: Callable[[PredictSeconds], Tier] | None,
+) -> Scheduler:
+    """The scheduler of an engine's requests."""
+    pooled, max_stall_ms = models.pooled, config.max_stall_ms
+    return Scheduler(
+        pooled.allocator,
+        config.max_running,
+        config.prefill_chunk,
+        prefix_cache=config.prefix_cache,
+        policy=Policy(config.policy),
+        victims=PreemptionPolicy(config.preempt),
+        max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
+        watermark=int(WATERMARK * pooled.pool.num_blocks),
+        rewinds=not pooled.profile.recurrent,
+        max_snapshots=pooled.max_snapshots,
+        drafter=models.drafter,
+        open_tier=open_tier,
+        few_sizes=gpu_memory() is not None,
+        scores=models.rank_stats is None,
+    )

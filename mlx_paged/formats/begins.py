@@ -20,7 +20,7 @@ def begin_of(
     adds_prompt: bool,
     continues: bool,
 ) -> Begin:
-    """Where an answer begins. What the template writes behind the messages decides, or the turn
+    """Where an answer begins. What the template writes after the messages decides, or the turn
     that the answer continues. Text of other messages does not.
 
     Args:
@@ -38,16 +38,16 @@ def begin_of(
     with suppress(Exception):  # a template can raise anything
         before = rendered_alone(messages)
         added = prompt[len(commonprefix((before, prompt))) :]  # noqa: RUF071, of characters
-        return form.begin(added or _behind_the_last(messages, rendered_alone), None)
+        return form.begin(added or _after_the_last(messages, rendered_alone), None)
     return Begin.START
 
 
-def _behind_the_last(
+def _after_the_last(
     messages: Sequence[Mapping[str, Any]],
     rendered_alone: Callable[[Sequence[Mapping[str, Any]]], str],
 ) -> str:
-    """What the template writes behind the content of the last message. Some templates write the
+    """What the template writes after the content of the last message. Some templates write the
     generation prompt there, whether they are asked for one or not."""
     last = {**messages[-1], "content": LAST}
-    _, is_there, behind = rendered_alone([*messages[:-1], last]).rpartition(LAST)
-    return behind if is_there else ""
+    _, is_there, after = rendered_alone([*messages[:-1], last]).rpartition(LAST)
+    return after if is_there else ""

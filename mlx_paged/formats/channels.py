@@ -32,7 +32,7 @@ class Channels(Format):
         start: begins a message, before its header.
         message: ends a header.
         ends: end a message.
-        firsts: how the first header may begin, behind white space, and an answer without one not.
+        firsts: how the first header may begin, after white space, and an answer without one not.
     """
 
     start: str
@@ -171,7 +171,7 @@ class Messages:
 
     def _tell(self, coded: str, rest: str, is_whole: bool, events: list[Event]) -> None:
         """Tell of new text of the open message, which is whole with it or not; of a call when it is
-        whole, or ended. `rest` is behind the text."""
+        whole, or ended. `rest` is after the text."""
         assert self._message is not None
         end = self.fed - self._form.marks.length(rest)
         if not self._is_call:

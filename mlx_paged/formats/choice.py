@@ -140,7 +140,7 @@ def _has_tokens(form: type[Format], vocab: Mapping[str, int]) -> bool:
 def _written(
     tokenizer: Any, ask: Sequence[dict[str, Any]], arguments: object
 ) -> tuple[str | None, str | None]:
-    """How the chat template writes a call with these arguments behind the turns `ask`; or None, and
+    """How the chat template writes a call with these arguments after the turns `ask`; or None, and
     why it writes none."""
     function = {"name": TOOL_NAME, "arguments": arguments}
     call = {"id": "call00001", "type": "function", "function": function}

@@ -65,8 +65,8 @@ class DeepSeekV31(Format):
         named = " | ".join(f"call_{i}" for i in range(len(functions)))
         rules = [f"calls: {code(self.start)} {calls} {code(self.end)}", f"call: {named}"]
         for i, function in enumerate(functions):
-            before, behind = map(code, self._written(function.name))
-            rules.append(f"call_{i}: {before} {json_rule(function.schema)} {behind}")
+            before, after = map(code, self._written(function.name))
+            rules.append(f"call_{i}: {before} {json_rule(function.schema)} {after}")
         return rules
 
 

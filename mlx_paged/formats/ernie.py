@@ -29,6 +29,6 @@ class Ernie(JsonTools):
     def __init__(self, marks: Marks, *options: Any) -> None:
         super().__init__(marks, *options)
         start, end = map(marks.code, ("<response>", "</response>"))
-        before, behind = ("", "\n"), ("", "\n", "\n\n")
-        around = [start + x for x in before] + [x + end + y for x in before for y in behind]
+        before, after = ("", "\n"), ("", "\n", "\n\n")
+        around = [start + x for x in before] + [x + end + y for x in before for y in after]
         self.silent = tuple(filter(is_token, around))

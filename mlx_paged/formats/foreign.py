@@ -20,7 +20,7 @@ class Foreign(Format):
         parse: gets the text of a wrapper and the tools; returns a dictionary with ``name`` and
             ``arguments``, or a list of them, or raises anything.
         start: the mark before a wrapper.
-        end: the mark behind it; empty if only the end of the answer ends it.
+        end: the mark after it; empty if only the end of the answer ends it.
     """
 
     def __init__(

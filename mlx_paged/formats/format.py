@@ -117,7 +117,7 @@ class Format:
         """Where an answer begins.
 
         Args:
-            generation_prompt: the text that the chat template adds behind the messages.
+            generation_prompt: the text that the chat template adds after the messages.
             continued: the text of the turn that the answer continues, if it does.
         """
         if self.thoughts is None:
@@ -140,7 +140,7 @@ class Format:
         """How the length of thoughts is limited; None if the model does not think.
 
         Args:
-            may_call: the answer may have calls behind the thought.
+            may_call: the answer may have calls after the thought.
         """
         if self.thoughts is None:
             return None

@@ -69,15 +69,15 @@ class Shape(NamedTuple):
     """How a format with tags around plain values writes calls, in coded text.
 
     Attributes:
-        wrapper: the texts before the first function and behind the last one.
+        wrapper: the texts before the first function and after the last one.
         function: the texts around the name of a function, before its arguments.
-        function_end: the text behind its arguments.
+        function_end: the text after its arguments.
         parameter: the texts around the key of a parameter, before its value.
-        parameter_end: the text behind a value, up to which text is read.
+        parameter_end: the text after a value, up to which text is read.
         between: the text between two calls.
         is_shared: several functions have one wrapper; else each has its own.
-        text: the texts behind the key and behind the value of a text; None: those of all values.
-        is_told: the text behind the key tells whether the value is a text.
+        text: the texts after the key and after the value of a text; None: those of all values.
+        is_told: the text after the key tells whether the value is a text.
     """
 
     wrapper: tuple[str, str]
@@ -139,10 +139,10 @@ def _parameter(
     """The rules of a parameter, whose tag begins with `begin`. What may be a text and another
     value is the text, but for a format that tells them apart."""
     types, choices = types_of(schema, root), choices_of(schema, root)
-    behind_key, end = shape.text or (shape.parameter[1], shape.parameter_end)
+    after_key, end = shape.text or (shape.parameter[1], shape.parameter_end)
     rules, ways = list[str](), list[str]()
     if types is None or "string" in types:
-        ways.append(f"{marks.lark(begin + behind_key)} {rule}_t")
+        ways.append(f"{marks.lark(begin + after_key)} {rule}_t")
         rules += _text(marks, f"{rule}_t", choices or [], end, text_grammar(schema))
     if types and (not ways or (shape.is_told and len(types) > 1)):
         inner = schema if isinstance(schema, dict) else {}
@@ -153,7 +153,7 @@ def _parameter(
 
 
 def _text(marks: Marks, rule: str, choices: Sequence[Any], end: str, lark: str | None) -> list[str]:
-    """The rules of a text, which may have a grammar, and of the `end` behind it."""
+    """The rules of a text, which may have a grammar, and of the `end` after it."""
     if lark is not None:
         return [f"{rule}: {rule}_g {marks.lark(end)}", _nested(f"{rule}_g", lark)]
     if choices and all(isinstance(choice, str) for choice in choices):
@@ -180,14 +180,14 @@ def literal_rules(
         around: see :meth:`Literals.call_rules`.
         written: see :meth:`Literals.written_values`.
     """
-    calls, before, behind, end = around
+    calls, before, after, end = around
     rules = [f"calls: {calls}"]
     rules.append("function: " + " | ".join(f"function_{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
         rule, schema = f"function_{i}", resolved(function.schema, function.schema)
         schema = schema if isinstance(schema, dict) else {}
         properties, required = declared(schema)
-        head = f"{before} {quoted(function.name)} {behind}"
+        head = f"{before} {quoted(function.name)} {after}"
         rules.append(f"{rule}: {head} {rule}_first_0 {end}")
         for j, (key, own) in enumerate(properties.items()):
             text, mark = written(key)

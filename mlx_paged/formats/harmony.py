@@ -85,8 +85,8 @@ class Harmony(Channels):
             if message.get("role") != "assistant":
                 found.append(message)
                 continue
-            behind = islice(messages, at, None) if message.get("tool_calls") else ()
-            results = list(takewhile(lambda each: each.get("role") == "tool", behind))
+            after = islice(messages, at, None) if message.get("tool_calls") else ()
+            results = list(takewhile(lambda each: each.get("role") == "tool", after))
             found += _said(message, results, is_over=bool(answers) and answers[-1] >= at)
             at += len(results)
         return found

@@ -1,4 +1,4 @@
-"""Calls in a JSON list behind a mark, which another mark may close."""
+"""Calls in a JSON list after a mark, which another mark may close."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ class JsonLists(Format):
     """A format whose wrapper holds a JSON list of objects, or one object.
 
     Attributes:
-        tags: the marks before and behind a list; the second is empty if the list ends itself.
+        tags: the marks before and after a list; the second is empty if the list ends itself.
     """
 
     tags: ClassVar[tuple[tuple[str, str], ...]]

@@ -53,7 +53,7 @@ class KimiK2(Format):
             scan.keep(calls)
 
     def _one(self, scan: Scan) -> Steps[Call]:
-        """Read a call behind its mark."""
+        """Read a call after its mark."""
         yield from scan.space()
         own_id = self.marks.plain((yield from scan.until(self.argument, MAX_HEAD))).strip()
         found = _IDENTITY.fullmatch(own_id)

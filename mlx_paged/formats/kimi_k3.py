@@ -94,13 +94,13 @@ class KimiK3(Format):
         named = " | ".join(f"call_{i}" for i in range(len(functions)))
         before = code(f'{self._sep}{self._open}json type="object"{self._sep}')
         first, last = code(self.openers[0]), code(self._closes("tools"))
-        behind = code(self._closes("json") + self._closes("call"))
+        after = code(self._closes("json") + self._closes("call"))
         rules = [f"calls: {first} call{'+' if several else ''} {last}", f"call: {named}"]
         for i, function in enumerate(functions):
             name = function.name.replace("&", "&amp;").replace('"', "&quot;")
             begin, end = f'call tool="{name}" index="', '"'
             head = f"{code(self._open)} {quoted(begin)} /[1-9][0-9]?/ {quoted(end)}"
-            rules.append(f"call_{i}: {head} {before} {json_rule(function.schema)} {behind}")
+            rules.append(f"call_{i}: {head} {before} {json_rule(function.schema)} {after}")
         return rules
 
 

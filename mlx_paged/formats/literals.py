@@ -28,7 +28,7 @@ class Literals(Searched):
         between: matches what is between two functions of a wrapper.
         stop: matches the end of a wrapper.
         end_mark: what a model that ends its answer may omit at the end of a wrapper.
-        argument: matches the key of an argument and the mark behind it, with the group ``key``.
+        argument: matches the key of an argument and the mark after it, with the group ``key``.
         close: the bracket that closes arguments.
         cut: matches what may follow a function if the wrapper is cut.
         has_string_marks: what is around strings is a mark, which other text seldom has.
@@ -237,7 +237,7 @@ class Literals(Searched):
 
     def call_rules(self, several: bool) -> tuple[str, str, str, str]:
         """How a grammar has calls: the rule of ``calls`` by the rule ``function``; and the texts
-        before a name, behind a name, and behind the arguments."""
+        before a name, after a name, and after the arguments."""
         raise NotImplementedError
 
     def written_values(self, key: str) -> tuple[str, str | None]:

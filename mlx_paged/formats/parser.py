@@ -214,7 +214,7 @@ class Inline:
         return True
 
     def _are_late_told(self, events: list[Event]) -> bool:
-        """Calls in a thought count if the model ends its answer behind them: it has forgotten to
+        """Calls in a thought count if the model ends its answer after them: it has forgotten to
         end the thought. Before another text they are part of the thought. Returns whether the
         rest can be read."""
         said = self._without_blanks()

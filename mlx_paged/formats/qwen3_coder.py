@@ -22,7 +22,7 @@ class Qwen3Coder(Tagged):
 
     Attributes:
         tags: around one or more functions.
-        line: stands before and behind a value.
+        line: stands before and after a value.
     """
 
     name = "qwen3_coder"

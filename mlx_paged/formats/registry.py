@@ -63,7 +63,7 @@ FORMATS: tuple[type[Format], ...] = (
     Llama4,
 )
 """Formats in the order in which they are tried on what a chat template writes. One that reads texts
-of another comes behind it."""
+of another comes after it."""
 
 
 def named(name: str) -> type[Format] | None:

@@ -45,7 +45,7 @@ class Scan:
         at: how far it is read.
         is_ended: no more text follows.
         is_cut: the answer ended before the model ended it.
-        kept: calls that are complete, whatever comes behind them in their wrapper.
+        kept: calls that are complete, whatever comes after them in their wrapper.
         kept_at: where these end.
     """
 

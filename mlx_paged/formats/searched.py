@@ -18,7 +18,7 @@ from mlx_paged.formats.schemas import Tools
 class State(NamedTuple):
     """How far a reading has come. What may follow depends on nothing else."""
 
-    kind: str  # "outside" before the first call and behind a wrapper, "end", or the format's own
+    kind: str  # "outside" before the first call and after a wrapper, "end", or the format's own
     at: int
     name: str = ""
     given: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Searched(Format):
 
     def _until_token(self, scan: Scan, tools: Tools, last: str) -> Calls:
         """The calls up to the token that closes them. A token in a value is text if calls are not
-        complete there, unless the next call begins behind it."""
+        complete there, unless the next call begins after it."""
         looked = scan.at
         while True:
             while (found := scan.text.find(last, looked)) < 0:
@@ -141,7 +141,7 @@ class Search(NamedTuple):
         ends_there: the first wrapper ends at the end of the text.
         is_rest: the text consists of calls and white space; else only its beginning does.
         is_cut: the last call may be cut.
-        is_part: the wrapper may be cut behind a function.
+        is_part: the wrapper may be cut after a function.
         is_lenient: strings may have quotes within, where the format has another reading, too.
     """
 
@@ -155,7 +155,7 @@ class Search(NamedTuple):
     is_lenient: bool = False
 
     def is_end(self, at: int, openers: tuple[str, ...]) -> bool:
-        """Whether a reading may end at `at`, behind a call and white space."""
+        """Whether a reading may end at `at`, after a call and white space."""
         size = len(self.text) - at
         if self.ends_there or not size:
             return not size

@@ -69,7 +69,7 @@ class Tagged(Searched):
         return text
 
     def end_of_value(self, opened: re.Match[str]) -> str:
-        """The tag that closes the value behind the tag `opened`."""
+        """The tag that closes the value after the tag `opened`."""
         return self.parameter_end
 
     def _head(self, scan: Scan) -> Steps[None]:
