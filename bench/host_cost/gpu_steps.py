@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step
 
 from bench.command import table
-from bench.host_cost.gpu_answers import gpu_answers
+from bench.host_cost.gpu_answers import gpu_answers, gpu_nodes
 from bench.models import random_llama, random_prompts
 from bench.names import SIZES
 from bench.pairs import in_turns, ratio
@@ -94,7 +94,7 @@ class Course:
 
     step: Callable[[], object]
     clock: HostClock
-    contexts: Sequence[Callable[[], AbstractContextManager[None]]] = ()  # of its steps
+    contexts: Sequence[Callable[[], AbstractContextManager[None]]]  # of its steps
 
     def turn(self) -> float:
         """Microseconds of a step, the median of a turn."""
@@ -152,7 +152,7 @@ def _mlx_lm_step(
 def courses_of(model: nn.Module, rows: int, tokens: int, clock: HostClock) -> dict[str, Course]:
     """mlx-lm's own decodes, the engine's, and mlx-lm's on paged caches, each with `rows` rows."""
     prompts = random_prompts(rows, PROMPT, "tiny")
-    courses = {BASE: Course(_mlx_lm_step(model, prompts, tokens), clock)}
+    courses = {BASE: Course(_mlx_lm_step(model, prompts, tokens), clock, [gpu_nodes])}
     with gpu_answers():
         for name, options in ENGINES.items():
             step = _engine_step(model, prompts, tokens, options)
