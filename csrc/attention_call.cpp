@@ -6,6 +6,12 @@ namespace mlx_paged {
 
 namespace {
 
+// The array as one without gaps; a node of the graph, unless the array is known to have none.
+mx::array dense(const mx::array& a, mx::Stream stream) {
+  const bool is_dense = a.is_available() && a.flags().row_contiguous;
+  return is_dense ? a : mx::contiguous(a, false, stream);
+}
+
 // Converts the arrays to the form that the kernels read: float32 vectors, angles per query token, a
 // mask of full rank (broadcasting is a view). The Metal kernels support fewer combinations of
 // dtypes, and only dense arrays beside the pool, the tables and the mask. They keep queries in
@@ -32,12 +38,12 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
   if (for_metal) {
     const bool keeps_dtype = (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !in.rope_freqs;
     in.q = mx::astype(in.q, keeps_dtype ? in.q.dtype() : mx::float32, stream);
-    in.q = mx::contiguous(in.q, false, stream);
+    in.q = dense(in.q, stream);
     for (const auto optional : {&AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,
                                 &AttentionInputs::sinks, &AttentionInputs::alibi_slopes,
                                 &AttentionInputs::cu_seqlens, &AttentionInputs::shared_prefixes}) {
       if (OptionalArray& a = in.*optional) {
-        a = mx::contiguous(*a, false, stream);
+        a = dense(*a, stream);
       }
     }
   }

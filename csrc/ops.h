@@ -9,7 +9,6 @@
 // copies a pool.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -93,16 +92,31 @@ Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache
                 const OptionalArray& k_scales, const OptionalArray& v_scales,
                 mx::StreamOrDevice stream);
 
-std::optional<std::array<mx::array, 4>> append_kv(
-    const mx::array& k, const mx::array& v, const mx::array& k_cache, const mx::array& v_cache,
-    const mx::array& slot_mapping, const mx::array& block_tables, int num_tokens,
-    const OptionalArray& held, const OptionalArray& head_runs);
+// The new handles of one layer's arrays, in the order of write_kv; then the gathered keys and
+// values.
+std::optional<Arrays> append_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                                const mx::array& v_cache, const mx::array& slot_mapping,
+                                const mx::array& block_tables, int num_tokens,
+                                const OptionalArray& held, const mx::array& head_runs,
+                                const OptionalArray& k_scales, const OptionalArray& v_scales,
+                                bool rotates);
 
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 
 mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens,
-                        const OptionalArray& head_runs);
+                        const OptionalArray& head_runs, mx::StreamOrDevice stream = {});
+
+// Stored elements [.., columns] and their scales as rows [.., D]: computed in float32, then
+// rounded.
+mx::array dequantized(const mx::array& cache, const mx::array& scales, mx::Dtype dtype,
+                      mx::StreamOrDevice stream);
+
+// The keys or values of a quantized pool as gather_blocks gathers them, dequantized, and
+// transformed back if the pool `rotates`. One node of the graph.
+mx::array dequantized_blocks(const mx::array& cache, const mx::array& scales,
+                             const mx::array& block_tables, int num_tokens,
+                             const mx::array& head_runs, mx::Dtype dtype, bool rotates);
 
 mx::array take_from_pool(const mx::array& rows, const mx::array& indices);
 

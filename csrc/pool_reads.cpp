@@ -3,8 +3,11 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <numeric>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "csrc/metal/plans.h"
 #include "csrc/ops.h"
@@ -122,6 +125,20 @@ class GatherBlocks : public mx::Primitive {
   }
 };
 
+// The numbers [0, count), made once for each count: on a GPU an array of the host takes a buffer.
+mx::array counted(int count) {
+  static std::mutex mutex;
+  static auto* const known = new std::unordered_map<int, mx::array>();  // outlives MLX's objects
+  const std::lock_guard lock(mutex);
+  const auto found = known->find(count);
+  if (found != known->end()) {
+    return found->second;
+  }
+  std::vector<int> numbers(count);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  return known->emplace(count, mx::array(numbers.begin(), {count}, mx::int32)).first->second;
+}
+
 // An array that MLX's op reads from a pool, with its primitive wrapped.
 mx::array pool_read(const mx::array& read) {
   return mx::array(read.shape(), read.dtype(), std::make_shared<PoolRead>(read.primitive_ptr()),
@@ -138,7 +155,7 @@ mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {
 }
 
 mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens,
-                        const OptionalArray& head_runs) {
+                        const OptionalArray& head_runs, mx::StreamOrDevice stream) {
   require(cache.ndim() == 4 && block_tables.ndim() == 2, "gather_blocks",
           "cache and block_tables have ", cache.ndim(), " and ", block_tables.ndim(),
           " axes: expected 4 and 2");
@@ -152,26 +169,25 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
           head_runs ? head_runs->shape() : indices, ": expected ", indices);
   // One index for each head, so that the blocks of a head are neighbours in the result.
   const mx::array tables = mx::astype(block_tables, mx::int32);
-  const mx::array block = mx::expand_dims(tables, 1);
-  std::vector<int> every_head(heads);
-  std::iota(every_head.begin(), every_head.end(), 0);
-  const mx::array head(every_head.begin(), {heads}, mx::int32);
+  const mx::array head = counted(heads);
   if (!is_transforming() && num_tokens > 0 && cache.size() > 0 && batch > 0) {
-    const mx::array runs =
-        head_runs ? *head_runs
-                  : mx::add(mx::multiply(block, mx::array(heads)), mx::expand_dims(head, 1));
+    const auto own_runs = [&] {
+      const mx::array first = mx::multiply(mx::expand_dims(tables, 1), mx::array(heads));
+      return mx::add(first, mx::expand_dims(head, 1));
+    };
+    const mx::array runs = head_runs ? *head_runs : own_runs();
     return mx::array({batch, heads, num_tokens, head_dim}, cache.dtype(),
-                     std::make_shared<GatherBlocks>(mx::to_stream({})),
+                     std::make_shared<GatherBlocks>(mx::to_stream(stream)),
                      {cache, head, tables, runs});
   }
   const int run = block_size * head_dim;
   const auto in_memory = [&] {
     return mx::reshape(mx::transpose(cache, {1, 0, 2, 3}), {cache.shape(1) * heads, run});
   };
-  const mx::array blocks =
-      pool_read(head_runs ? mx::gather(in_memory(), *head_runs, 0, {1, run})
-                          : mx::gather(cache, {mx::expand_dims(head, 1), block}, {0, 1},
-                                       {1, 1, block_size, head_dim}));
+  const mx::array blocks = pool_read(
+      head_runs ? mx::gather(in_memory(), *head_runs, 0, {1, run})
+                : mx::gather(cache, {mx::expand_dims(head, 1), mx::expand_dims(tables, 1)}, {0, 1},
+                             {1, 1, block_size, head_dim}));
   const mx::array rows = mx::reshape(blocks, {batch, heads, columns * block_size, head_dim});
   return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
 }

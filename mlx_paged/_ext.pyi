@@ -53,7 +53,12 @@ def copy_blocks(
     k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
 ) -> tuple[mx.array, mx.array]: ...
 def gather_blocks(
-    cache: mx.array, block_tables: mx.array, num_tokens: int, head_runs: mx.array | None = None
+    cache: mx.array,
+    block_tables: mx.array,
+    num_tokens: int,
+    head_runs: mx.array | None = None,
+    *,
+    stream: _Stream = None,
 ) -> mx.array: ...
 def append_kv(
     kind: type[_Array],
@@ -64,9 +69,15 @@ def append_kv(
     slot_mapping: mx.array,
     block_tables: mx.array,
     num_tokens: int,
-    held: mx.array | None = None,
-    head_runs: mx.array | None = None,
-) -> tuple[mx.array, mx.array, _Array, _Array] | None: ...
+    held: mx.array | None,
+    head_runs: mx.array,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
+    rotates: bool = False,
+) -> list[Any] | None: ...  # handles of the caches and scales, then two arrays of `kind`
+def dequantized(
+    cache: mx.array, scales: mx.array, dtype: mx.Dtype, *, stream: _Stream = None
+) -> mx.array: ...
 def padded_arrays(
     starts: Sequence[int],
     lengths: Sequence[int],
@@ -86,6 +97,7 @@ def reserved_bytes() -> int: ...
 def is_transforming() -> bool: ...
 def set_fusion(fuses: bool) -> None: ...
 def clear_compiled() -> None: ...
+def are_one(a: mx.array, b: mx.array) -> bool: ...
 def has_values(array: mx.array) -> bool: ...
 def keep_compiled(inputs: list[mx.array]) -> None: ...
 def view_as(kind: type[_Array], array: mx.array) -> _Array: ...

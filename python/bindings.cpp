@@ -59,11 +59,16 @@ or if the array is not evaluated or scheduled, or is no whole array in the order
 
 constexpr const char* kAppendKvDoc =
     R"(``write_kv`` of K/V as a model gives it, ``k [B, H_kv, N, D]`` and ``v [B, H_kv, N, D_v]``, and
-``gather_blocks`` of all tokens, in one call. Returns the new handles of both caches, and the
-gathered keys and values as instances of `kind`, a subclass of ``mx.array``; these have zeros where
-`held`, which broadcasts to them, is false. None, and nothing is written, if the current device has
-no kernel, within a function transformation, and if k or v differs from its cache in type, heads or
-dimensions.)";
+``gather_blocks`` of all tokens, in one call. Returns the new handles of both caches and of the
+scales of a quantized pool, and the gathered keys and values in k's type as instances of `kind`, a
+subclass of ``mx.array``; these have zeros where `held`, which broadcasts to them, is false. A pool
+that `rotates` stores the Hadamard transforms of rows. None, and nothing is written, if the current
+device has no kernel, within a function transformation, if there are no tokens to gather, and if k
+or v differs from its cache in type, heads or dimensions.)";
+
+constexpr const char* kDequantizedDoc =
+    R"(Stored elements ``[..., columns]`` and their scales as rows ``[..., D]``: computed in float32, then
+rounded to `dtype`. :mod:`mlx_paged.ops.formats` describes both.)";
 
 constexpr const char* kPaddedArraysDoc =
     R"(The arrays of a forward of B rows with N columns: positions, slot_mapping, block_tables,
@@ -83,6 +88,10 @@ ops fused. Fused ops round differently, and on a CPU they need a C++ compiler.)"
 
 constexpr const char* kHasValuesDoc =
     R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
+
+constexpr const char* kAreOneDoc =
+    R"(Whether two arrays of Python are one array of MLX. An array that is changed in place becomes
+another one.)";
 
 constexpr const char* kKeepCompiledDoc =
     R"(Functions that are compiled within the trace of these inputs stay so. ``mx.compile`` would trace
@@ -176,14 +185,19 @@ nb::object view_as(nb::type_object kind, const mx::array& array) {
 nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
                   const mx::array& k_cache, const mx::array& v_cache, const mx::array& slot_mapping,
                   const mx::array& block_tables, int num_tokens, const OptionalArray& held,
-                  const OptionalArray& head_runs) {
-  const auto arrays =
-      append_kv(k, v, k_cache, v_cache, slot_mapping, block_tables, num_tokens, held, head_runs);
+                  const mx::array& head_runs, const OptionalArray& k_scales,
+                  const OptionalArray& v_scales, bool rotates) {
+  const auto arrays = append_kv(k, v, k_cache, v_cache, slot_mapping, block_tables, num_tokens,
+                                held, head_runs, k_scales, v_scales, rotates);
   if (!arrays) {
     return nb::none();
   }
-  const auto& [k_written, v_written, keys, values] = *arrays;
-  return nb::make_tuple(k_written, v_written, view_as(kind, keys), view_as(kind, values));
+  nb::list found;
+  for (size_t i = 0; i < arrays->size(); ++i) {
+    const mx::array& array = (*arrays)[i];
+    i + 2 < arrays->size() ? found.append(array) : found.append(view_as(kind, array));
+  }
+  return found;
 }
 
 }  // namespace
@@ -205,7 +219,7 @@ NB_MODULE(_ext, m) {
   m.def("copy_blocks", &copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a, nb::kw_only(),
         "stream"_a = nb::none(), "See :func:`mlx_paged.ops.copy_blocks`.");
   m.def("gather_blocks", &gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,
-        "head_runs"_a = nb::none(), kGatherBlocksDoc);
+        "head_runs"_a = nb::none(), nb::kw_only(), "stream"_a = nb::none(), kGatherBlocksDoc);
   m.def("take_from_pool", &take_from_pool, "rows"_a, "indices"_a, kTakeFromPoolDoc);
   m.def("pool_zeros", &pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(), "capacity"_a = 0,
         "stream"_a = nb::none(), kPoolZerosDoc);
@@ -215,8 +229,10 @@ NB_MODULE(_ext, m) {
       "reserved_bytes", &reserved_bytes,
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
   m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
-        "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), "head_runs"_a = nb::none(),
-        kAppendKvDoc);
+        "block_tables"_a, "num_tokens"_a, "held"_a.none(), "head_runs"_a, "k_scales"_a = nb::none(),
+        "v_scales"_a = nb::none(), "rotates"_a = false, kAppendKvDoc);
+  m.def("dequantized", &dequantized, "cache"_a, "scales"_a, "dtype"_a, nb::kw_only(),
+        "stream"_a = nb::none(), kDequantizedDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
         "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
@@ -229,6 +245,9 @@ NB_MODULE(_ext, m) {
   m.def(
       "clear_compiled", [] { mx::detail::compile_clear_cache(mx::detail::compile_cache()); },
       "Frees the graphs that ``mx.compile`` has traced in the calling thread.");
+  m.def(
+      "are_one", [](const mx::array& a, const mx::array& b) { return a.id() == b.id(); }, "a"_a,
+      "b"_a, kAreOneDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def(
       "keep_compiled",

@@ -23,7 +23,7 @@ def _rope(
 
 def _attention(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **_: Any) -> mx.array:
     """One node with the inputs of attention; the numbers are wrong."""
-    [out] = mx.depends([q], [k, v])
+    out: mx.array = mx.depends([q], [k, v])[0]
     return out
 
 

@@ -13,7 +13,9 @@ import numpy as np
 from bench.flags.head_counts import HeadCounts
 from bench.paged_attention.ggml import GgmlAttention
 from mlx_paged import ops
+from mlx_paged.attention.backend import Way
 from mlx_paged.attention.forward import Chunk, LayerView
+from mlx_paged.attention.paths import ANY_NUMBER
 from mlx_paged.attention.sdpa_hook import Query, mlx_attention
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool, as_int32
@@ -24,6 +26,8 @@ BEYOND_CACHE = 128 * 2**20
 """Bytes of K/V of all layers together. Layers take turns, so that no cache holds a layer's K/V."""
 
 MAX_LAYERS = 32
+
+KERNEL = Way(ANY_NUMBER, is_compiled=True, shares=False)
 
 Contender = Callable[[int], Any]
 """Computes the attention of one layer; MLX's arrays are still to be evaluated."""
@@ -147,7 +151,7 @@ class Inputs:
         chunk = Chunk(0, start, self.case.length, self.tables[0])
 
         def paged(layer: int) -> mx.array:
-            return layers[layer].through_tables(query, self.tables, self.context_lens)
+            return layers[layer].through_tables(query, KERNEL, self.tables, self.context_lens)
 
         def gather(layer: int) -> mx.array:
             if self.case.length > 1:
@@ -161,7 +165,7 @@ class Inputs:
         if self.case.kv_bits is not None:
             plain = [LayerView(self.plain_pool, layer) for layer in range(self.case.num_layers)]
             ways["plain"] = lambda layer: plain[layer].through_tables(
-                query, self.tables, self.context_lens
+                query, KERNEL, self.tables, self.context_lens
             )
         return ways | {"gather": gather, "contiguous": contiguous}
 

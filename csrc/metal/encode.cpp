@@ -109,6 +109,10 @@ void register_pool_read(const mx::array& pool, mx::Stream stream) {
   register_pool(mx::metal::get_command_encoder(stream), pool, 0);
 }
 
+void keep_until_computed(const mx::array& array, mx::Stream stream) {
+  mx::metal::get_command_encoder(stream).add_temporary(array);
+}
+
 std::string refusal(const LaunchPlan& plan) {
   try {
     pipeline(mx::metal::device(mx::Device::gpu), plan);

@@ -12,6 +12,9 @@ void encode(const LaunchPlans&, const Arrays&, Arrays&, mx::Stream) {
   throw std::runtime_error("[mlx_paged] this build has no Metal: use a CPU stream");
 }
 
+// Without Metal no array is computed within a primitive of a GPU.
+void keep_until_computed(const mx::array&, mx::Stream) {}
+
 std::string refusal(const LaunchPlan&) { return ""; }
 
 // Other devices tell of an error before anybody can read what was computed.

@@ -41,6 +41,10 @@ void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx:
 // Makes every later write to the pool wait for the next read that this op encodes.
 void register_pool_read(const mx::array& pool, mx::Stream stream);
 
+// Keeps an array's memory until the stream has computed what was encoded so far, and the rest of
+// the primitive that is being encoded.
+void keep_until_computed(const mx::array& array, mx::Stream stream);
+
 // Compiles a launch's pipeline, unless MLX has it. Returns the compiler's message if it refuses the
 // pipeline or its threadgroup, else nothing.
 std::string refusal(const LaunchPlan& plan);

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.attention.paths import ANY_NUMBER, FEW_QUERIES, is_fused, max_paged_queries_of
+from mlx_paged.attention.backend import AttentionBackend, Way, way_of
+from mlx_paged.attention.paths import ANY_NUMBER, FEW_QUERIES, is_fused
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
     KVHandle,
@@ -18,6 +20,7 @@ from mlx_paged.attention.sdpa_hook import (
     narrowest,
 )
 from mlx_paged.kv.pool import KVPool
+from mlx_paged.ops.dispatch import SHORT_CONTEXT
 
 SCORES = 1 << 25  # so many are in memory at once
 
@@ -123,6 +126,14 @@ class Forward:
     is_traced: bool = False  # ``mx.compile`` traces the forward, which nothing differentiates
     _runs: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, init=False)
 
+    @cached_property
+    def size(self) -> tuple[int, int | None, int]:
+        """Blocks of a table; tokens of each sequence, None if their numbers differ; sequences of
+        which some are known to begin with the same blocks."""
+        num_sequences, width = self.block_tables.shape
+        columns = self.columns if self.cu_seqlens is None else None
+        return width, columns, 0 if self.shared_prefixes is None else num_sequences
+
     def runs(self, tables: mx.array, heads: int) -> mx.array:
         """:func:`head_runs` of each block table. Layers that ask one after the other share them."""
         if heads not in self._runs or self._runs[heads][0] is not tables:
@@ -157,6 +168,7 @@ class LayerView(AttendingCache):
         # Tokens of a sequence up to which the paged op attends in every layer.
         max_paged_queries: int = ANY_NUMBER,
         forward: Forward | None = None,  # may also be set later
+        backend: AttentionBackend | None = None,  # of layers of this kind; None: its own
     ) -> None:
         self.pool = pool
         self.layer = layer
@@ -165,17 +177,35 @@ class LayerView(AttendingCache):
         self.is_latent = self.shape.latent
         self._block_size = pool.k[layer].shape[2]
         self._few_queries = max_paged_queries
-        self._max_paged_queries = max_paged_queries_of(self.shape, max_paged_queries)
+        self._backend = AttentionBackend() if backend is None else backend
         if forward is not None:
             self.forward = forward
 
+    def append(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle] | None:
+        """Write K/V of the forward, and return handles as `keys_and_values`; None, and nothing is
+        written, if one call cannot do both."""
+        forward, pool, layer = self.forward, self.pool, self.layer
+        slots = forward.slot_mapping
+        assert slots is not None
+        kind, writes = (keys.dtype, mx.default_device() == mx.cpu), self._backend.writes
+        if kind not in writes:
+            writes[kind] = not self.is_latent and pool.writes_in_place(layer, keys, slots)
+        if not writes[kind]:
+            return None
+        tables = forward.block_tables if forward.row_tables is None else forward.row_tables
+        runs = forward.runs(tables, self.shape.n_kv_heads)
+        read = slots, tables, forward.max_context, forward.held, runs
+        gathered = pool.append(KVHandle, layer, keys, values, *read)
+        if gathered is None:
+            return None
+        k, v = gathered
+        k.cache = v.cache = self
+        k.role, v.role = "keys", "values"
+        return k, v
+
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the forward's sequences, ``[rows, H_kv, S, D]``."""
-        pool, layer = self.pool, self.layer
-        if pool.scales or self.is_latent:
-            k, v = pool.read(layer, self._gathered, as_written=True)
-        else:
-            k, v = self._gathered(pool.k[layer]), self._gathered(pool.v[layer])
+        k, v = self.pool.read(self.layer, self._gathered, as_written=True)
         keys = KVHandle.of(k, cache=self, role="keys")
         kind = RotaryHandle if self.is_latent else KVHandle
         return keys, kind.of(v, cache=self, role="values")
@@ -212,50 +242,50 @@ class LayerView(AttendingCache):
             query = query._replace(q=q, rotary=None)
         if query.window != self.window:  # the mask is another layer's
             query = query._replace(window=narrowest(query.window, self.window))
-        limit = self._limit(query, forward.block_tables.shape[1])
-        if forward.columns > max(FEW_QUERIES, limit):
+        way = self._way(query)
+        if forward.columns > max(FEW_QUERIES, way.limit):
             return self._row_by_row(query)
         if forward.cu_seqlens is not None:
-            return self._ragged(query, forward.cu_seqlens, limit)
-        if forward.columns <= limit:
+            return self._ragged(query, forward.cu_seqlens, way)
+        if forward.columns <= way.limit:
             arrays = forward.block_tables, forward.context_lens
-            return self.through_tables(query, *arrays, None, 0, forward.shared_prefixes)
+            return self.through_tables(query, way, *arrays, None, 0, forward.shared_prefixes)
         return self.gathered_rows(query, forward.block_tables, forward.context_lens)
 
-    def _limit(self, query: Query, columns: int) -> int:
-        """Tokens of a sequence up to which the paged op attends: MLX's own attention also computes
-        what the GPU's compiler refuses."""
-        q, limit = query.q, self._few_queries
-        if q.dtype == self.shape.dtype:
-            limit = self._max_paged_queries
-        if not limit or self._few_queries != FEW_QUERIES:
-            return limit
-        pool, layer = self.pool, self.layer
-        call = q, pool.k[layer], pool.v[layer], columns
-        options: dict[str, Any] = {"window": query.window, "sinks": query.sinks}
-        if not ops.takes_attention(*call, 1, **options):
-            return 0
-        if limit > FEW_QUERIES and not ops.takes_attention(*call, None, **options):
-            return FEW_QUERIES
-        return limit
+    def _way(self, query: Query) -> Way:
+        """What computes the query: asked once for each kind of call."""
+        q, ways = query.q, self._backend.ways
+        options = query.window, query.sinks
+        width, columns, num_sharing = size = self.forward.size
+        is_long = width * self._block_size > SHORT_CONTEXT
+        kind = (
+            *(q.dtype, q.shape[1], options[0] is None, options[1] is None, is_long),
+            *(columns, num_sharing, self._few_queries, mx.default_device() == mx.cpu),
+        )
+        way = ways.get(kind)
+        if way is None:
+            call = q, self.pool, self.layer, self._few_queries, *size
+            way = ways[kind] = way_of(*call, window=query.window, sinks=query.sinks)
+        return way
 
-    def _ragged(self, query: Query, cu_seqlens: mx.array, limit: int) -> mx.array:
+    def _ragged(self, query: Query, cu_seqlens: mx.array, way: Way) -> mx.array:
         """Short sequences by the paged op, all at once; each of the others by MLX's attention."""
-        q, forward = query.q, self.forward
+        q, forward, limit = query.q, self.forward, way.limit
         tables, lens, num_chunks = forward.block_tables, forward.context_lens, len(forward.chunks)
         num_decodes = tables.shape[0] - num_chunks
         chunks = [chunk for chunk in forward.chunks if chunk.length > limit]
         if not chunks:
             shared = forward.shared_prefixes
-            return self.through_tables(query, tables, lens, cu_seqlens, num_decodes, shared)
+            return self.through_tables(query, way, tables, lens, cu_seqlens, num_decodes, shared)
         parts = []
         if num_rows := chunks[0].first:
             count = tables.shape[0] - len(chunks)
-            short = query._replace(q=q[:num_rows]), tables[:count], lens[:count]
+            short, arrays = query._replace(q=q[:num_rows]), (tables[:count], lens[:count])
             if limit:
-                parts.append(self.through_tables(*short, cu_seqlens[: count + 1], num_decodes))
+                ragged = cu_seqlens[: count + 1], num_decodes
+                parts.append(self.through_tables(short, way, *arrays, *ragged))
             else:
-                parts.append(self.gathered_rows(*short))
+                parts.append(self.gathered_rows(short, *arrays))
         for chunk in chunks:
             tokens = q[chunk.first : chunk.first + chunk.length].transpose(2, 1, 0, 3)
             out = self.gathered_chunk(query._replace(q=tokens), chunk)
@@ -279,6 +309,7 @@ class LayerView(AttendingCache):
     def through_tables(
         self,
         query: Query,
+        way: Way,
         tables: mx.array,
         context_lens: mx.array,
         cu_seqlens: mx.array | None = None,
@@ -288,22 +319,15 @@ class LayerView(AttendingCache):
         """The last L tokens of B sequences, ``q [B, H, L, D]``, by the paged op; with `cu_seqlens`
         the last tokens of each, ``q [T, H, 1, D]``. The arrays are those of the op."""
         path_counts["paged"] += 1
+        layer, sinks = self.layer, query.sinks
+        if sinks is not None and not self.forward.is_traced:
+            sinks = self._backend.float32(sinks)
+        options: dict[str, Any] = {"scale": query.scale, "window": query.window, "sinks": sinks}
+        if shared_prefixes is not None and way.shares:
+            options["shared_prefixes"] = shared_prefixes
         q = ops.hadamard(query.q) if self.shape.rotates else query.q
-        arrays = q, self.pool.k, self.pool.v, tables, context_lens
-        options: dict[str, Any] = {
-            "layer_idx": self.layer,
-            "scale": query.scale,
-            "window": query.window,
-            "sinks": query.sinks,
-            "check_tables": False,
-            "shared_prefixes": shared_prefixes,
-            **self.pool.scales,
-        }
-        if cu_seqlens is None:
-            out: mx.array = ops.paged_attention(*arrays, **options)
-        else:
-            options |= {"cu_seqlens": cu_seqlens, "num_decodes": num_decodes}
-            out = ops.paged_attention_varlen(*arrays, **options)
+        arrays = q, [handles[layer] for handles in self.pool.stored], tables, context_lens
+        out = ops.attend(*arrays, way.is_compiled, cu_seqlens, num_decodes, **options)
         return ops.hadamard(out) if self.shape.rotates else out
 
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:

@@ -11,7 +11,7 @@ else.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, NamedTuple, Self
 
@@ -146,20 +146,37 @@ def _attention(
     if not isinstance(k, KVHandle):
         given = {"sinks": sinks, "stream": stream} | unknown
         return mlx_attention(q, k, v, scale=scale, mask=mask, **given)
-    _require_known(mask, unknown)
-    out = None
     is_implied = mask is None or isinstance(mask, str)
-    with nullcontext() if stream is None else mx.stream(stream):
-        if (is_implied or isinstance(mask, CausalMask)) and _is_pair(k, v):
-            window = k.cache.window if is_implied else mask.window
-            out = k.cache.attend(Query(q, scale, window, sinks))
-        elif isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
-            out = mask.cache.attend(Query(q, scale, mask.window, sinks, mask.queries))
+    if unknown or (is_implied and mask is not None):
+        _require_known(mask, unknown)
+    if stream is None:
+        out = _of_cache(q, k, v, scale, mask, sinks, is_implied)
+    else:
+        with mx.stream(stream):
+            out = _of_cache(q, k, v, scale, mask, sinks, is_implied)
     if out is None and is_implied:
         mask = k.cache.make_mask(q.shape[2])
     if out is None:
         out = mlx_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, stream=stream)
     return out
+
+
+def _of_cache(
+    q: mx.array,
+    k: KVHandle,
+    v: mx.array,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+    is_implied: bool,  # whether the mask is the layer's own
+) -> mx.array | None:
+    """The answer of the cache that the handles name; None: the gathered arrays have to be used."""
+    if (is_implied or isinstance(mask, CausalMask)) and _is_pair(k, v):
+        window = k.cache.window if is_implied else mask.window
+        return k.cache.attend(Query(q, scale, window, sinks))
+    if isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
+        return mask.cache.attend(Query(q, scale, mask.window, sinks, mask.queries))
+    return None
 
 
 def _require_known(mask: Any, unknown: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ class StepView(LayerView):
     forward: PaddedBatch
 
     def __init__(self, layer: PoolLayer, step: PaddedBatch, window: int | None) -> None:
-        super().__init__(layer.kv, 0, window, step.max_paged_queries, step)
+        super().__init__(layer.kv, 0, window, step.max_paged_queries, step, layer.backend)
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         handles = super().keys_and_values()
@@ -36,19 +36,10 @@ class StepView(LayerView):
         return handles
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle] | None:
-        """Write K/V, and return handles as `keys_and_values`; None if one call cannot do both."""
-        step = self.forward
-        tables = step.block_tables
-        runs = step.runs(tables, self.shape.n_kv_heads)
-        read = step.slot_mapping, tables, step.max_context, step.held, runs
-        gathered = self.pool.append(KVHandle, self.layer, keys, values, *read)
-        if gathered is None:
-            return None
-        k, v = gathered
-        k.cache = v.cache = self
-        k.role, v.role = "keys", "values"
-        self._note_reads(k, v)
-        return k, v
+        handles = super().append(keys, values)
+        if handles is not None:
+            self._note_reads(*handles)
+        return handles
 
     def attend(self, query: Query) -> mx.array | None:
         out = super().attend(query)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.attention.backend import AttentionBackend
 from mlx_paged.drop_in.layer_arrays import LayerArrays
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.shared_pool import PagedSequence, SharedPool, loose_pool
@@ -26,6 +27,7 @@ class PoolLayer(LayerArrays):
         super().__init__(pool.allocator, pool.max_blocks)
         self.pool = pool  # the pool whose blocks all layers share
         self.index = index  # which layer it is
+        self.backend = AttentionBackend()
 
     def held_bytes(self, rows: Sequence[PagedSequence]) -> int:
         """Bytes of the blocks that the rows hold: of a block with n sharers, each holds 1/n."""

@@ -61,7 +61,8 @@ class KVPool:
         names = ("k_scales", "v_scales") if is_quantized else ()
         # "k_scales" and "v_scales", arguments of the ops; empty if nothing is quantized.
         self.scales: dict[str, list[mx.array]] = {name: [] for name in names}
-        self._stored = [self.k, self.v, *self.scales.values()]  # of each layer, as write_kv's
+        # The handles of all layers: keys, values and, if quantized, scales, as the ops read them.
+        self.stored = [self.k, self.v, *self.scales.values()]
         owners: dict[int, int] = {}  # the first pair of arrays with each memory
         for i, array in enumerate(self._arrays):
             owner = owners.setdefault(array.memory, i)
@@ -77,8 +78,8 @@ class KVPool:
                 self.scales.values(), shape.formats, shape.row_dims, strict=False
             ):
                 scales.append(self._array(array, form.scale_columns(dims), mx.float16))
-        mx.eval(self._stored)
-        self._first = [list(handles) for handles in self._stored]
+        mx.eval(self.stored)
+        self._first = [list(handles) for handles in self.stored]
         self._limits = limits  # the last attribute
 
     def _array(
@@ -132,22 +133,33 @@ class KVPool:
             layer, written + more, lambda: ops.writes_in_place(rows[0], k, v, slot_mapping)
         )
 
+    def writes_in_place(self, layer: int, k: mx.array, slot_mapping: mx.array) -> bool:
+        """Whether the device writes rows like `k` in place."""
+        caches = self.k[layer], self.v[layer]
+        return ops.writes_in_place(k, *caches, slot_mapping, bool(self.scales))
+
     def targets(self, layer: int) -> tuple[mx.array, ...]:
         """All arrays that a write changes: `write_targets`, then the scales."""
         return *self.write_targets(layer), *(arrays[layer] for arrays in self.scales.values())
 
     def append(
-        self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, slots: mx.array, *read: Any
+        self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, *read: Any
     ) -> tuple[Tagged, Tagged] | None:
-        """Write K ``[B, n_kv_heads, N, head_dim]`` and V, and gather all K and V that block tables
-        show, as instances of `kind`; see :func:`mlx_paged.ops.append_kv`. None, and nothing is
-        written, where one call cannot do both."""
-        if self.shapes[layer].latent or self.scales:
+        """Write K ``[B, n_kv_heads, N, head_dim]`` and V to the first array of `read`, slots, and
+        gather all K and V that its other arrays show, as instances of `kind`: ``_ext.append_kv``
+        has the arguments. None, and nothing is written, where one call cannot do both. The device
+        must write such rows in place."""
+        shape = self.shapes[layer]
+        if shape.latent or k.dtype != shape.dtype:
             return None
-        found = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], slots, *read)
+        k_cache, v_cache, *scales = [handles[layer] for handles in self.stored]
+        rest: Sequence[Any] = (*(scales or (None, None)), shape.rotates)
+        found = ops.append_kv(kind, k, v, k_cache, v_cache, *read, *rest)
         if found is None:
             return None
-        self.k[layer], self.v[layer], keys, values = found
+        *written, keys, values = found
+        for handles, handle in zip(self.stored, written, strict=True):
+            handles[layer] = handle
         return keys, values
 
     def _replace(
@@ -156,7 +168,7 @@ class KVPool:
         """Take the handles that an op has returned, which edits in place or not."""
         shape = self.shapes[layer]
         if not shape.latent:
-            for handles, handle in zip(self._stored, written, strict=True):
+            for handles, handle in zip(self.stored, written, strict=True):
                 handles[layer] = handle
         elif is_in_place():
             self.set_keys(layer, mx.depends([self.k[layer]], list(written))[0])
@@ -239,12 +251,12 @@ class KVPool:
             if shape.latent:
                 self.set_keys(layer, changed(self.k[layer]))
             else:
-                arrays = [changed(handles[layer]) for handles in self._stored]  # all, or none
-                for handles, array in zip(self._stored, arrays, strict=True):
+                arrays = [changed(handles[layer]) for handles in self.stored]  # all, or none
+                for handles, array in zip(self.stored, arrays, strict=True):
                     handles[layer] = array
             _evaluate(self.v[layer])
         self.num_blocks = num_blocks
-        self._first = [list(handles) for handles in self._stored]
+        self._first = [list(handles) for handles in self.stored]
 
     def _with_room(self, blocks: mx.array, num_blocks: int) -> mx.array:
         """A copy of the blocks, with zeros after them up to `num_blocks`."""
@@ -258,7 +270,7 @@ class KVPool:
         this list. Empty arrays and views of other arrays are left out."""
         return [
             (handles, layer)
-            for handles in self._stored
+            for handles in self.stored
             for layer, array in enumerate(self._arrays)
             if group in array.groups and handles[layer].size
             if not (handles is self.v and array.shape.latent)
@@ -266,18 +278,18 @@ class KVPool:
 
     def reset_handles(self) -> None:
         """Discard writes that were never evaluated. The content of their slots is then unknown."""
-        for handles, first in zip(self._stored, self._first, strict=True):
+        for handles, first in zip(self.stored, self._first, strict=True):
             handles[:] = first
 
     def replace_handles(self, handles: Iterable[mx.array]) -> None:
         """Replace all handles by others over the same buffers, in the order of :meth:`handles`."""
         given = iter(handles)
-        for of_layers in self._stored:
+        for of_layers in self.stored:
             of_layers[:] = islice(given, self.n_layers)
 
     def handles(self) -> list[mx.array]:
         """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
-        return [handle for handles in self._stored for handle in handles]
+        return [handle for handles in self.stored for handle in handles]
 
 
 def _evaluate(*arrays: mx.array) -> None:

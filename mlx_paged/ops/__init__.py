@@ -5,6 +5,8 @@ import mlx.core  # noqa: F401  registers the array type that the compiled module
 from mlx_paged import _ext
 from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,
+    append_kv as append_kv,
+    are_one as are_one,
     clear_compiled as clear_compiled,
     cpu_features as cpu_features,
     gather_blocks as gather_blocks,
@@ -21,7 +23,7 @@ from mlx_paged._ext import (
     view_as as view_as,
 )
 from mlx_paged.ops.dispatch import (
-    append_kv as append_kv,
+    attends as attends,
     copies_in_place as copies_in_place,
     kernel_for as kernel_for,
     serves_chunks as serves_chunks,
@@ -36,6 +38,7 @@ from mlx_paged.ops.dispatch import (
 )
 from mlx_paged.ops.host import as_numpy as as_numpy
 from mlx_paged.ops.paged import (
+    attend as attend,
     copy_blocks as copy_blocks,
     install_in_mlx as install_in_mlx,
     paged_attention as paged_attention,

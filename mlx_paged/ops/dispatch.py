@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -17,7 +17,6 @@ from mlx_paged import _ext
 from mlx_paged.ops.formats import dims_of, format_of
 
 Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
-Tagged = TypeVar("Tagged", bound=mx.array)
 
 VARIABLE = "MLX_PAGED_METAL"  # 0: no kernel of this package runs on a GPU
 
@@ -137,22 +136,14 @@ def copies_in_place(
     return device_of(stream) == mx.cpu or _take_copies(*caches)
 
 
-def append_kv(
-    kind: type[Tagged],
-    k: mx.array,
-    v: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    slot_mapping: mx.array,
-    *read: Any,
-) -> tuple[mx.array, mx.array, Tagged, Tagged] | None:
-    """``write_kv`` and ``gather_blocks`` in one call: see ``mlx_paged._ext.append_kv``. None where
-    the device does not write in place."""
-    arrays = k_cache, v_cache, slot_mapping
-    on_gpu = mx.default_device() != mx.cpu and k.dtype == k_cache.dtype
-    if on_gpu and not writes_in_place(k, *arrays):
-        return None
-    return _ext.append_kv(kind, k, v, *arrays, *read)
+def attends(q: mx.array, k_cache: mx.array, v_cache: mx.array, is_ragged: bool) -> bool:
+    """Whether the current device has a kernel for attention over one layer's arrays, with queries
+    of q's type; the GPU's compiler may still refuse it. Transformations are not looked at."""
+    if device_of(None) == mx.cpu:
+        return True
+    if is_ragged and not _fits_chunks(q, k_cache, v_cache):
+        return False
+    return kernel_on(None, *_dims_on_gpu(k_cache, v_cache)) == "native"
 
 
 def is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
@@ -167,21 +158,30 @@ def is_native(
     """Whether the stream can evaluate the compiled op for these caches."""
     if device_of(stream) == mx.cpu:
         return is_compiled(stream, indices)
+    return is_compiled(stream, indices, *_dims_on_gpu(k_cache, v_cache))
+
+
+def _dims_on_gpu(k_cache: mx.array, v_cache: mx.array) -> tuple[int, int]:
+    """The head dimensions of keys and of values. Values that a GPU cannot read have one of no
+    kernel: GPUs need whole vectors of pairs, too."""
     columns = v_cache.shape[-1]
-    if v_cache.dtype != mx.uint8 or columns % 4 == 0:  # GPUs need whole vectors of pairs, too
+    if v_cache.dtype != mx.uint8 or columns % 4 == 0:
         columns = dims_of(v_cache)
-    return is_compiled(stream, indices, dims_of(k_cache), columns)
+    return dims_of(k_cache), columns
 
 
 def serves_varlen(
     stream: Stream | None, q: mx.array, k_cache: mx.array, v_cache: mx.array, indices: mx.array
 ) -> bool:
     """Whether the stream can evaluate the compiled op for sequences of different lengths."""
-    if device_of(stream) == mx.gpu:
-        fits = format_of(k_cache).has_scales or k_cache.dtype == q.dtype
-        if not fits or not serves_chunks(q.dtype, dims_of(k_cache), dims_of(v_cache)):
-            return False
+    if device_of(stream) == mx.gpu and not _fits_chunks(q, k_cache, v_cache):
+        return False
     return is_native(stream, k_cache, v_cache, indices)
+
+
+def _fits_chunks(q: mx.array, k_cache: mx.array, v_cache: mx.array) -> bool:
+    fits = format_of(k_cache).has_scales or k_cache.dtype == q.dtype
+    return fits and serves_chunks(q.dtype, dims_of(k_cache), dims_of(v_cache))
 
 
 def are_on() -> bool:

@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_paged import _ext
+
 GROUP = 64
+
+dequantized = _ext.dequantized
 
 
 class Format(NamedTuple):
@@ -89,26 +93,7 @@ def _packed(q: mx.array) -> mx.array:
     return threes.flatten(-2).view(mx.uint16)
 
 
-def _unpacked(words: mx.array) -> mx.array:
-    threes = mx.unflatten(words.view(mx.uint8), -1, (-1, 3)).astype(mx.int32)
-    bits = (threes << mx.arange(0, 24, 8)).sum(axis=-1, keepdims=True)
-    return ((bits << mx.arange(26, 2, -6)) >> 26).flatten(-2)  # with the sign of the upper bit
-
-
 def _nearest(x: mx.array, scales: mx.array, least: int, most: int) -> mx.array:
     """Multiples of the scales nearest to `x`, ties to even; a scale of 0 gives 0."""
     scales = scales.astype(mx.float32)
     return mx.where(scales == 0, 0, mx.clip(mx.round(x / scales), least, most))
-
-
-def dequantized(cache: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Stored elements ``[..., columns]`` and their scales as rows ``[..., D]``: computed in
-    float32, then rounded to `dtype`."""
-    scales = scales.astype(mx.float32)
-    if (bits := format_of(cache).bits) != 4:
-        q = cache if bits == 8 else _unpacked(cache)
-        return (q.astype(mx.float32) * scales).astype(dtype)
-    nibbles = mx.stack([cache & 15, cache >> 4], axis=-1).flatten(-2).astype(mx.float32)
-    dims = nibbles.shape[-1]
-    group = mx.arange(dims) // GROUP
-    return (nibbles * scales[..., ::2][..., group] + scales[..., 1::2][..., group]).astype(dtype)

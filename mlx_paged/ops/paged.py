@@ -253,6 +253,37 @@ def paged_attention_varlen(
     return result
 
 
+def attend(
+    q: mx.array,
+    kv: Sequence[mx.array],
+    block_tables: mx.array,
+    context_lens: mx.array,
+    is_known: bool,
+    cu_seqlens: mx.array | None = None,
+    num_decodes: int = 0,
+    **options: Any,
+) -> mx.array:
+    """``paged_attention`` over one layer, and with `cu_seqlens` ``paged_attention_varlen``. Values
+    of tables and lengths are not checked.
+
+    Args:
+        kv: keys, values and, of a quantized pool, their scales.
+        is_known: whether the device has a kernel for the call: nothing is asked then.
+            ``dispatch.attends`` and ``dispatch.takes_attention`` tell.
+    """
+    k, v, *scales = kv
+    if scales:
+        options["k_scales"], options["v_scales"] = scales if is_known else ([s] for s in scales)
+    if cu_seqlens is not None:
+        options |= {"cu_seqlens": cu_seqlens, "num_decodes": num_decodes}
+    if is_known:
+        found: mx.array = _ext.paged_attention(q, k, v, block_tables, context_lens, **options)
+        return found
+    op = paged_attention if cu_seqlens is None else paged_attention_varlen
+    out: mx.array = op(q, [k], [v], block_tables, context_lens, check_tables=False, **options)
+    return out
+
+
 def write_kv(
     k: mx.array,
     v: mx.array,

@@ -75,14 +75,17 @@ class PagedLayerCache(LayerView, UntrimmedCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         """Write the step's K/V, ``[T, H_kv, 1, D]`` or ``[1, H_kv, L, D]``; return lazy handles."""
         assert self.stores, "this layer stored nothing when the model was traced"
-        forward = self.forward
+        forward, handles = self.forward, None
         if forward.slot_mapping is not None:
-            self.pool.write(self.layer, keys, storable(values), forward.slot_mapping)
+            values = storable(values)
+            handles = self.append(keys, values)
+            if handles is None:
+                self.pool.write(self.layer, keys, values, forward.slot_mapping)
         self._is_written = True
         self.offset = forward.next_offset
         if self.kept is not None:
             self.kept.append(self.keys)
-        return self.keys_and_values()
+        return self.keys_and_values() if handles is None else handles
 
     @property
     def keys(self) -> mx.array:

@@ -91,7 +91,13 @@ def metals_ops() -> Iterator[None]:
         pool.k[layer] = after(pool.k[layer], k, v, slots)
 
     def through_tables(
-        self: Any, query: Any, tables: mx.array, lens: mx.array, cu_seqlens: Any = None, *num: int
+        self: Any,
+        query: Any,
+        way: Any,
+        tables: mx.array,
+        lens: mx.array,
+        cu_seqlens: Any = None,
+        *num: int,
     ) -> Any:
         q, shape = query.q, self.shape
         of_ragged = None if cu_seqlens is None else num[0]
@@ -116,6 +122,7 @@ def metals_ops() -> Iterator[None]:
         patch.object(mx.fast, "rms_norm", lambda x, weight, eps: mx.negative(x)),
         patch.object(mx.fast, "rope", lambda x, *_, **__: mx.abs(x)),
         patch.object(KVPool, "write", write),
+        patch.object(KVPool, "append", lambda *_: None),
         patch.object(forward.LayerView, "through_tables", through_tables),
         patch.object(forward, "mlx_attention", attention),
         patch.object(ops, "gather_blocks", gather_blocks),

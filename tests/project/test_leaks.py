@@ -18,7 +18,7 @@ CORE = {
     "ranks": 10,
     "beams": 5,
     "profiling": 1,
-    "kv_bits": 9,
+    "kv_bits": 8,
     "states": 22,
     "windows": 13,
     "cascade": 6,

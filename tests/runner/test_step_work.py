@@ -75,9 +75,8 @@ def test_all_layers_share_the_arrays_of_a_step_which_is_evaluated_once(model, ca
     engine = decoding(model, 4)
     # a chunk beside the decodes, too short for the last layer to be called twice
     engine.add_request(prompts(1, WORTH_SKIPPING, seed=1)[0], max_tokens=5)
-    calls.watch(ops, "write_kv")
-    calls.watch(ops, "paged_attention")
-    calls.watch(ops, "paged_attention_varlen")
+    calls.watch(ops, "append_kv")
+    calls.watch(ops, "attend")
     calls.watch(mx, "async_eval")
     calls.watch(mx, "eval")
     calls.watch(Batch, "__init__")
@@ -86,15 +85,14 @@ def test_all_layers_share_the_arrays_of_a_step_which_is_evaluated_once(model, ca
         calls.clear()
         with attending_by("paged"):
             engine.step()
-        slots = [args[4] for args in calls.made["write_kv"]]
-        decodes, ragged = calls.made["paged_attention"], calls.made["paged_attention_varlen"]
-        tables = [tuple(map(id, args[3:6])) for args in (*decodes, *ragged)]
+        slots = [args[5] for args in calls.made["append_kv"]]
+        tables = [tuple(map(id, args[3:5])) for args in calls.made["attend"]]
         assert all(each is slots[0] for each in slots)
         assert list(Counter(tables).values()) == [LAYERS]
-        seen.append(bool(ragged))
+        seen.append(calls.made["attend"][0][0].shape[0] > 5)
         assert calls.num() == {
-            "write_kv": LAYERS,
-            "paged_attention_varlen" if ragged else "paged_attention": LAYERS,
+            "append_kv": LAYERS,
+            "attend": LAYERS,
             "async_eval": 1 + sum(seen[-2:-1]),  # the rest of a step that is held back
             "eval": 1,
             "__init__": 1,

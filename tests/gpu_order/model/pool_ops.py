@@ -64,12 +64,13 @@ inputs are scales."""
 
 def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     """The functions of :mod:`mlx_paged.ops`, by name, which also record each call."""
-    attend, attend_varlen = ops.paged_attention, ops.paged_attention_varlen
+    attend_all, attend_varlen = ops.paged_attention, ops.paged_attention_varlen
+    attend_known = ops.attend
     write, copy = ops.write_kv, ops.copy_blocks
     gather, take_runs, append = ops.gather_blocks, ops.take_from_pool, ops.append_kv
 
     def paged_attention(q, k_cache, v_cache, tables, lens, layer_idx=0, **options: Any) -> Any:
-        out = attend(q, k_cache, v_cache, tables, lens, layer_idx, **options)
+        out = attend_all(q, k_cache, v_cache, tables, lens, layer_idx, **options)
         pools = k_cache[layer_idx], v_cache[layer_idx]
         lengths, window = [q.shape[2]] * q.shape[0], options.get("window")
         scales = (-2, -1) if "k_scales" in options else ()
@@ -90,20 +91,44 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         record("PagedAttention", out, pools, blocks, (-3, -2) if "k_scales" in options else ())
         return out
 
+    def attend(q, kv, tables, lens, is_known, cu_seqlens=None, *num_decodes, **options: Any) -> Any:
+        out = attend_known(q, kv, tables, lens, is_known, cu_seqlens, *num_decodes, **options)
+        pools, window = tuple(kv[:2]), options.get("window")
+
+        def blocks() -> Blocks:
+            if cu_seqlens is None:
+                lengths = [q.shape[2]] * q.shape[0]
+            else:
+                lengths = np.diff(_host(cu_seqlens)).tolist()
+            return _read(pools, tables, lens, lengths, window)
+
+        behind = (cu_seqlens is not None) + (options.get("shared_prefixes") is not None)
+        scales = (-2 - behind, -1 - behind) if len(kv) > 2 else ()
+        record("PagedAttention", out, pools, blocks, scales)
+        return out
+
     def write_kv(k, v, k_cache, v_cache, slots, **options: Any) -> Any:
         written = write(k, v, k_cache, v_cache, slots, **options)
         scales = (-2, -1) if "k_scales" in options else ()
         record("WriteKV", written, (k_cache, v_cache), lambda: _written(k_cache, slots), scales)
         return written
 
-    def append_kv(kind, k, v, k_cache, v_cache, slots, tables, num_tokens, *held: Any) -> Any:
-        found = append(kind, k, v, k_cache, v_cache, slots, tables, num_tokens, *held)
+    def append_kv(
+        kind, k, v, k_cache, v_cache, slots, tables, num_tokens, held, runs, *scales_and_rotates
+    ) -> Any:
+        arrays = k_cache, v_cache, slots, tables, num_tokens, held, runs, *scales_and_rotates
+        found = append(kind, k, v, *arrays)
         if found is None:
             return None
-        record("WriteKV", found[:2], (k_cache, v_cache), lambda: _written(k_cache, slots))
+        *written, keys, values = found
+        has_scales = len(written) > 2
+        of_write, of_read = ((-2, -1), (1,)) if has_scales else ((), ())
+        pools = k_cache, v_cache
+        record("WriteKV", tuple(written), pools, lambda: _written(k_cache, slots), of_write)
         columns = -(-num_tokens // k_cache.shape[2])
-        for pool, read in zip(found[:2], found[2:], strict=True):
-            record("PoolRead", read, (pool,), lambda: (_inside(k_cache, tables, columns), set()))
+        for pool, read in zip(written[:2], (keys, values), strict=True):
+            blocks = lambda: (_inside(k_cache, tables, columns), set())  # noqa: E731
+            record("PoolRead", read, (pool,), blocks, of_read)
         return found
 
     def copy_blocks(k_cache, v_cache, pairs, **options: Any) -> Any:
@@ -129,7 +154,7 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     return {
         function.__name__: function
         for function in (
-            *(paged_attention, paged_attention_varlen, write_kv, append_kv),
+            *(paged_attention, paged_attention_varlen, attend, write_kv, append_kv),
             *(copy_blocks, gather_blocks, take_from_pool),
         )
     }

@@ -96,8 +96,21 @@ class MetalRunner:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the package's ops run here, on pools as a GPU makes them."""
         monkeypatch.setattr(ops, "pool_zeros", lambda shape, dtype, **_: mx.zeros(shape, dtype))
-        for op in ("paged_attention", "paged_attention_varlen", "write_kv", "copy_blocks"):
+        taken = "paged_attention", "paged_attention_varlen", "attend", "write_kv", "copy_blocks"
+        for op in taken:
             monkeypatch.setattr(ops, op, getattr(self, op))
+        monkeypatch.setattr(ops, "append_kv", lambda *_: None)  # a write and a gather are two calls
+
+    def attend(
+        self, q, kv, tables, lens, is_known, cu_seqlens=None, num_decodes=0, **options: Any
+    ) -> Any:
+        """As ``mlx_paged.ops.attend``."""
+        k, v, *scales = kv
+        options |= {name: [array] for name, array in zip(SCALES, scales, strict=False)}
+        arrays = q, [k], [v], tables, lens
+        if cu_seqlens is None:
+            return self.paged_attention(*arrays, **options)
+        return self.paged_attention_varlen(*arrays, cu_seqlens, num_decodes=num_decodes, **options)
 
     def paged_attention(
         self, q, k_cache, v_cache, block_tables, context_lens, layer_idx=0, **options: Any

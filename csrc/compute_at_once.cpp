@@ -1,0 +1,53 @@
+#include "csrc/compute_at_once.h"
+
+#include <cstdint>
+#include <unordered_set>
+
+#include "csrc/metal/plans.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/primitives.h"
+
+namespace mlx_paged {
+
+namespace {
+
+// Adds the nodes that `array` is computed from, and then itself.
+void add_nodes(const mx::array& array, std::unordered_set<uintptr_t>& known, Arrays& nodes) {
+  if (!array.has_primitive() || !known.insert(array.id()).second) {
+    return;
+  }
+  for (const mx::array& sibling : array.siblings()) {
+    known.insert(sibling.id());
+  }
+  for (const mx::array& input : array.inputs()) {
+    add_nodes(input, known, nodes);
+  }
+  nodes.push_back(array);
+}
+
+}  // namespace
+
+mx::array leaf_of(const mx::array& input) {
+  mx::array leaf(input.shape(), input.dtype(), nullptr, {});
+  leaf.copy_shared_buffer(input);
+  return leaf;
+}
+
+void compute_at_once(const mx::array& result, mx::Stream stream) {
+  const bool on_cpu = stream.device == mx::Device::cpu;
+  std::unordered_set<uintptr_t> known;
+  Arrays nodes;
+  add_nodes(result, known, nodes);
+  for (mx::array& node : nodes) {
+    Arrays outputs = node.outputs();
+    mx::Primitive& primitive = node.primitive();
+    on_cpu ? primitive.eval_cpu(node.inputs(), outputs)
+           : primitive.eval_gpu(node.inputs(), outputs);
+    for (const mx::array& each : node.inputs()) {
+      on_cpu ? mx::cpu::get_command_encoder(stream).add_temporary(each)
+             : keep_until_computed(each, stream);
+    }
+  }
+}
+
+}  // namespace mlx_paged
