@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, Self
-from weakref import ReferenceType
 
-from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.sampling_params import SamplingParams
 
 
@@ -57,18 +55,11 @@ class Request:
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
     num_prompt: int = 0
     num_computed: int = 0
-    # Computed tokens at the end whose recurrent states are not known, after a wrong draft.
-    num_behind: int = 0
     num_in_flight: int = 0  # tokens that steps under way choose; they are not in `tokens` yet
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     prefix_miss: str | None = None  # why no more were found; None if all reusable ones were found
-    # Tokens of a known prefix that cannot be used because no recurrent state was saved there.
-    prefix_without_state: int = 0
     # Lengths of its beginnings with which later prompts may begin that then go on differently.
     turn_ends: Sequence[int] = ()
-    # The latest one of its recurrent states, which may have been dropped since.
-    newest_snapshot: ReferenceType[Snapshot] | None = None
-    snapshot: Snapshot | None = None  # where its last recurrent states will be saved
     num_preempted: int = 0
     num_overtaken: int = 0  # steps with prompts that overtook it, less those without
     num_faults: int = 0  # failed steps that computed it
@@ -129,11 +120,6 @@ class Request:
         lacking = (p + 1 for p in self.scored(0, self.num_prompt) if known[p + 1] is None)
         first = next(lacking, None)
         return self.keys if first is None else self.keys[:first]
-
-    @property
-    def snapshot_before(self) -> Snapshot | None:
-        """The latest snapshot of its recurrent states, if it is not dropped."""
-        return None if self.newest_snapshot is None else self.newest_snapshot()
 
     @property
     def may_forbid_all(self) -> bool:

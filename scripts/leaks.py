@@ -79,12 +79,13 @@ FEATURES = {
             "runner/recurrent_states.py",
             "runner/recurrent_rows.py",
             "kv/snapshots.py",
+            "kv/states.py",
             "kv/stateful_prefix_cache.py",
             "scheduler/snapshot_plan.py",
         ),
         (
             *("*recurrent*", "*snapshot*", "*stateful*", "state_bytes", "*without_state"),
-            *("*behind*", "rewinds", "restores", "catch_up"),
+            *("*behind*", "rewinds", "restores", "catch_up", "keep_state", "advance_each"),
         ),
     ),
     "windows": Feature((), ("*window*",), at_home=("kv/layer_groups.py",)),
@@ -113,8 +114,9 @@ MUTATORS = {
 VERBS = {
     "scheduler": {
         *("add", "check_fits", "schedule", "commit", "complete", "recover", "clear", "fork"),
-        *("begun", "settle", "copies_done", "discard", "forget_cached", "leave_tier"),
-        *("park", "unpark", "release", "levels", "blocks_in_use", "gives_several", "has_tier"),
+        *("begun", "settle", "copies_done", "take_released", "discard", "forget_cached"),
+        *("leave_tier", "park", "unpark", "release", "levels", "blocks_in_use", "gives_several"),
+        "has_tier",
     }
 }
 """What other rooms may call of an object; all else of the object is internal to its room."""

@@ -128,7 +128,7 @@ def _has_lost(runner: ModelRunner, request: Request, num_tokens: int, caches: Ca
     allocator, position = runner.allocator, num_tokens
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
         if not isinstance(source, PagedLayerCache):
-            if request.num_computed > num_tokens:
+            if allocator.state(request.id).position != num_tokens:
                 return True
         elif allocator.groups[source.place.group].window and type(target) is not RotatingKVCache:
             position = 0
@@ -147,7 +147,7 @@ def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches
         )
     ]
     if runner.states.caches:
-        runner.states.load([request.id], [num_tokens])
+        runner.states.load([allocator.state(request.id).id])
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
         if not isinstance(source, PagedLayerCache):
             target.cache = list(source.cache)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import chosen_by_caller
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Runner, SampledToken
+from mlx_paged.scheduler.step import SampledToken
 
 
 class Survivor(NamedTuple):
@@ -174,19 +174,19 @@ class BeamSearch:
         best = self.group.best
         return best[0].finish_reason if best else FinishReason.STOP
 
-    def append(self, choice: SampledToken, scheduler: Scheduler, runner: Runner[Any]) -> None:
+    def append(self, choice: SampledToken, scheduler: Scheduler) -> None:
         """Take the candidates of one hypothesis; advance when all hypotheses have theirs."""
         scheduler.park(choice.request)
         self._candidates[choice.request.id] = choice.top[: self.root.params.logprobs]
         if len(self._candidates) == len(self._live):
-            self._advance(scheduler, runner)
+            self._advance(scheduler)
 
-    def end(self, scheduler: Scheduler, runner: Runner[Any]) -> None:
+    def end(self, scheduler: Scheduler) -> None:
         """Drop all hypotheses; the root gets the tokens of the best finished one, if any."""
         for request_id in [i for i, search in self._searches.items() if search is self]:
             del self._searches[request_id]
         for request in self._live:
-            _drop(request, scheduler, runner)
+            _drop(request, scheduler)
         best = self.group.best
         self.root.tokens[self.root.num_prompt :] = best[0].tokens if best else []
         self.root.logprobs = best[0].logprobs if best else []
@@ -196,7 +196,7 @@ class BeamSearch:
         beams = tuple(replace(beam, text=text_of(beam.tokens)) for beam in self.group.best)
         return replace(root, beams=beams, text=beams[0].text if beams else "")
 
-    def _advance(self, scheduler: Scheduler, runner: Runner[Any]) -> None:
+    def _advance(self, scheduler: Scheduler) -> None:
         """Let the best hypotheses live on, fork those with several survivors, drop the rest."""
         found = [self._candidates[request.id] for request in self._live]
         self._candidates.clear()
@@ -207,7 +207,7 @@ class BeamSearch:
         for survivor in survivors:
             first.setdefault(survivor.parent, survivor)
         live = [
-            self._live[s.parent] if first[s.parent] is s else self._fork(s, scheduler, runner)
+            self._live[s.parent] if first[s.parent] is s else self._fork(s, scheduler)
             for s in survivors
         ]
         for index, request in enumerate(self._live):
@@ -216,10 +216,10 @@ class BeamSearch:
                 request.logprobs.append(first[index].logprob)
                 scheduler.unpark(request)
             else:
-                _drop(request, scheduler, runner)
+                _drop(request, scheduler)
         self._live = live
 
-    def _fork(self, survivor: Survivor, scheduler: Scheduler, runner: Runner[Any]) -> Request:
+    def _fork(self, survivor: Survivor, scheduler: Scheduler) -> Request:
         parent, root = self._live[survivor.parent], self.root
         tokens = [*parent.tokens, survivor.token]
         told = root.priority, root.salt, (), root.sight
@@ -228,11 +228,9 @@ class BeamSearch:
         child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)
         self._searches[child.id] = self
         scheduler.fork(parent, child)
-        runner.fork(parent, child)
         return child
 
 
-def _drop(request: Request, scheduler: Scheduler, runner: Runner[Any]) -> None:
+def _drop(request: Request, scheduler: Scheduler) -> None:
     """Give up a hypothesis: no prompt continues it."""
     scheduler.complete(request, is_continued=False)
-    runner.drop(request)

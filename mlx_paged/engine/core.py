@@ -279,12 +279,7 @@ class EngineCore:
         self.scheduler.check_fits(child)
         if inherits and parent.grammar is not None:
             child.grammar = parent.grammar.copy(tokens)
-
-        def share() -> None:
-            self.scheduler.fork(parent, child)
-            self.runner.fork(parent, child)
-
-        self._admit([child], share, context=parent.generated)
+        self._admit([child], lambda: self.scheduler.fork(parent, child), context=parent.generated)
         return child.id
 
     @exclusive
@@ -295,6 +290,7 @@ class EngineCore:
             return None
         completion = self._finish(request, FinishReason.ABORT)
         self._streams.note_aborted(request_id, completion)
+        self._release_states()
         return completion
 
     @exclusive
@@ -303,12 +299,13 @@ class EngineCore:
         request = self._kept.pop(integer("release", "request_id", request_id), None)
         if request is not None:
             self.scheduler.release(request)
-            self.runner.drop(request)
+            self._release_states()
 
     @exclusive
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of ended requests, and leave `kv_disk`: the weights may be others now."""
         self.scheduler.forget_cached()
+        self._release_states()
 
     @exclusive
     def step(self) -> list[TokenOutput]:
@@ -352,7 +349,6 @@ class EngineCore:
             for request in requests:
                 request.samples, request.keep_blocks = [], False
                 self.scheduler.discard(request)
-                self.runner.drop(request)
                 self._outputs.forget(request)
                 self._beams.pop(request.id, None)
                 self._requests.pop(request.id, None)
@@ -389,8 +385,15 @@ class EngineCore:
         try:
             self._recorder.begin()
             self._take(self._pipeline.advance(ahead))
+            if not self._requests:
+                self._release_states()
         finally:
             self._is_advancing = False
+
+    def _release_states(self) -> None:
+        """Let the runner forget what nothing reads any more, unless the next step tells it."""
+        if not self._requests:
+            self.runner.release(self.scheduler.take_released())
 
     def _take(self, result: StepResult) -> None:
         """Append the tokens of a step, and recover from its fault."""
@@ -432,7 +435,7 @@ class EngineCore:
         self.device_faults = 0
         self.scheduler.clear(request)
         if search is not None:
-            search.append(choice, self.scheduler, self.runner)
+            search.append(choice, self.scheduler)
             if search.group.done:
                 self._end(search.root, search.finish_reason)
             return
@@ -467,14 +470,13 @@ class EngineCore:
     def _finish(self, request: Request, reason: FinishReason) -> Completion:
         search = self._beams.get(request.id)
         if search is not None:
-            search.end(self.scheduler, self.runner)
+            search.end(self.scheduler)
         self.scheduler.complete(request)
         if request.keep_blocks and reason is not FinishReason.ERROR:
             self._kept[request.id] = request
         else:
             request.keep_blocks = False
             self.scheduler.release(request)
-            self.runner.drop(request)
         del self._requests[request.id]
         completion = self._outputs.finish(request, reason)
         self.stats.requests_finished += 1

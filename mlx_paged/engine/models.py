@@ -192,8 +192,6 @@ def _scheduler(
         victims=PreemptionPolicy(config.preempt),
         max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
         watermark=int(WATERMARK * pooled.pool.num_blocks),
-        rewinds=not pooled.profile.recurrent,
-        max_snapshots=pooled.max_snapshots,
         drafter=models.drafter,
         open_tier=open_tier,
         few_sizes=gpu_memory() is not None,

@@ -154,6 +154,7 @@ class StepPipeline(Generic[LaunchedT]):
                     before.copies.extend(copies)
                 assert not step.copies, "copies without a step that performs them"
                 self._scheduler.copies_done()
+                self.runner.release(step.released)
                 return None
             step.is_held_back = before is not None and step.work.chunk_tokens > 0
             launched = self.runner.launch(step, before.launched if before else None)

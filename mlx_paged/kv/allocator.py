@@ -14,6 +14,7 @@ from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from mlx_paged.kv.states import EMPTY, Move, SequenceStates, State, StateIds
 
 
 class BlockAllocator:
@@ -31,16 +32,24 @@ class BlockAllocator:
     Args:
         groups: the layer groups.
         chunk: tokens that a sequence computes in a step at most.
+        max_snapshots: how many snapshots of recurrent states are kept at most; prefixes are reused
+            only up to one of these. 0: no prefix is reused. None: the model has no such states.
 
     Attributes:
         store: the blocks.
         block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
         prefixes: which blocks hold which texts.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
+        states: of recurrent layers; None if the model has none.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: Seq[LayerGroup] = ONE_GROUP, chunk: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Seq[LayerGroup] = ONE_GROUP,
+        chunk: int = 0,
+        max_snapshots: int | None = None,
     ) -> None:
         self.block_size = block_size = integer("Engine", "block_size", block_size, 1)
         max_blocks = MAX_INT32 // block_size  # slots are int32
@@ -53,6 +62,11 @@ class BlockAllocator:
         self.store = BlockStore(self.num_blocks, block_size, self.groups)
         self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables)
         self._sequences: dict[int, SequenceBlocks] = {}
+        self.states: StateIds | None = None
+        if max_snapshots is not None:
+            self.states = StateIds(integer("Engine", "max_snapshots", max_snapshots, 0))
+        if self.snapshots is not None:
+            self.prefixes.require_states(self.snapshots)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """How many entries of one group hold `num_tokens` tokens."""
@@ -96,7 +110,12 @@ class BlockAllocator:
     @property
     def snapshots(self) -> Snapshots | None:
         """Snapshots of recurrent states; None if there are none."""
-        return self.store.prefixes[0].snapshots
+        return None if self.states is None else self.states.snapshots
+
+    @property
+    def can_share(self) -> bool:
+        """Whether prefixes can be reused."""
+        return self.states is None or self.snapshots is not None
 
     def admit(
         self,
@@ -134,7 +153,10 @@ class BlockAllocator:
 
         row, root = self.block_tables.add_row(), root_hash(salt)
         firsts = [num_full - len(of_group) for of_group in blocks]
-        self._sequences[seq_id] = SequenceBlocks(row, firsts, num_tokens, match.hashes, root)
+        sequence = SequenceBlocks(row, firsts, num_tokens, match.hashes, root)
+        if self.states is not None:
+            sequence.states = self.states.begin(match.snapshot, match.prefix_without_state)
+        self._sequences[seq_id] = sequence
         for of_group in blocks:
             store.retain(of_group)
         tails = [tail.block for tail in match.tails]
@@ -203,6 +225,48 @@ class BlockAllocator:
                 self.block_tables.append_each(rows, taken, columns, group)
         return copies
 
+    def advance(
+        self,
+        seq_id: int,
+        start: int,
+        stop: int,
+        is_sure: bool = True,  # whether none of the tokens is a draft
+        snapshots: Seq[Snapshot] = (),  # to take on the way, ordered by position
+    ) -> Move:
+        """Plan that a span computes tokens ``[start, stop)``; returns what the span does to the
+        recurrent states. The span has to begin at the state that it reads."""
+        sequence = self._sequence(seq_id)
+        if self.states is None or sequence.states is None:
+            return Move(State(0, start))
+        return self.states.advance(sequence.states, stop, is_sure, snapshots)
+
+    def advance_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[Move]:
+        """Call :meth:`advance` for one position of each sequence."""
+        return [
+            self.advance(seq_id, position, position + 1)
+            for seq_id, position in zip(seq_ids, positions, strict=True)
+        ]
+
+    def state(self, seq_id: int) -> State:
+        """The newest recurrent states of a sequence that do not have any wrong draft."""
+        states = self._sequence(seq_id).states
+        return EMPTY if states is None else states.resumes
+
+    def states_of(self, seq_id: int) -> SequenceStates:
+        """The recurrent states that the sequence holds."""
+        states = self._sequence(seq_id).states
+        assert states is not None, "the model has no recurrent layers"
+        return states
+
+    def num_behind(self, seq_id: int, num_computed: int) -> int:
+        """Computed tokens of a sequence whose recurrent states have to be computed again."""
+        states = self._sequence(seq_id).states
+        return 0 if states is None else num_computed - states.newest.position
+
+    def take_released(self) -> list[int]:
+        """The ids of recurrent states that nobody has held since the call before."""
+        return [] if self.states is None else self.states.take_released()
+
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares each block with its parent until one of them writes it."""
         parent = self._sequence(parent_seq_id)
@@ -212,10 +276,21 @@ class BlockAllocator:
         row = self.block_tables.add_row()
         firsts, hashes = list(parent.first_entries), list(parent.hashes)
         child = replace(parent, row=row, first_entries=firsts, hashes=hashes)
+        if self.states is not None and parent.states is not None:
+            child.states = self.states.fork(parent.states)
         self._sequences[child_seq_id] = child
         self.block_tables.copy_row(parent.row, child.row)
         for entries in self._held(child):
             self.store.retain(entries)
+
+    def can_go_back(self, seq_id: int, position: int) -> bool:
+        """Whether the sequence can be computed again from `position` on."""
+        states = self._sequence(seq_id).states
+        if states is not None:
+            if states.newest.position > position:
+                return False
+            position = states.newest.position
+        return self.can_continue(seq_id, position)
 
     def can_continue(self, seq_id: int, position: int) -> bool:
         """Whether the sequence still has all tokens that a query at `position` sees."""
@@ -228,6 +303,11 @@ class BlockAllocator:
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
         self.prefixes.register(sequence, tokens, num_computed)
+        if self.states is not None and sequence.states is not None:
+            for snapshot in sequence.states.planned:
+                if self.prefixes.attach(sequence, tokens, snapshot):
+                    self.states.keep(snapshot)
+            self.states.drop_planned(sequence.states)
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make all blocks reusable, the last one even if it is not full, of a sequence that ends:
@@ -235,15 +315,34 @@ class BlockAllocator:
         self.register_prefix(seq_id, tokens, num_computed)
         self.prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
 
-    def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
-        """Keep a snapshot if its block is registered and has none at this position yet."""
-        return self.prefixes.attach(self._sequence(seq_id), tokens, snapshot)
+    def keep_state(self, seq_id: int, tokens: Seq[int]) -> None:
+        """Let later texts begin with the sequence's newest state, if its block is registered."""
+        sequence = self._sequence(seq_id)
+        states = sequence.states
+        if self.states is None or states is None or states.newest == EMPTY:
+            return
+        snapshot = Snapshot(states.newest.position, state=states.newest.id, before=states.snapshot)
+        if self.prefixes.attach(sequence, tokens, snapshot):
+            self.states.hold(snapshot.state)
+
+    def adopt_state(self, parent: bytes, tokens: bytes, position: int) -> State | None:
+        """A state after `tokens`, a registered block after `parent`, for the prefix cache. The
+        caller gives the runner the content of the state. None if the cache does not keep one."""
+        if self.states is None:
+            return None
+        state = self.states.new(position)
+        if self.prefixes.adopt(parent, tokens, Snapshot(position, state=state.id)):
+            return state
+        self.states.release(state.id)
+        return None
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
         """Release the entries that groups with a window do not keep when the sequence's next token
-        is at `position`. The table still has these entries; they mean nothing. With `offers`, an
-        entry that is not registered yet is kept."""
+        is at `position`, or where its recurrent states are. The table still has these entries; they
+        mean nothing. With `offers`, an entry that is not registered yet is kept."""
         sequence = self._sequence(seq_id)
+        if sequence.states is not None:
+            position = min(position, sequence.states.resumes.position)
         for group_index, group in enumerate(self.groups):
             first = min(group.kept_from(position), sequence.num_tokens) // self.block_size
             if offers and sequence.is_reusable:
@@ -260,12 +359,17 @@ class BlockAllocator:
         sequence = self._sequence(seq_id)
         for entries in self._held(sequence):
             self.store.release(entries[::-1])  # a cached prefix is evicted from its end
+        if self.states is not None and sequence.states is not None:
+            self.states.end(sequence.states)
         self.block_tables.release_row(sequence.row)
         del self._sequences[seq_id]
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Let the sequence own only positions [0, num_tokens); blocks past them are released."""
+        """Let the sequence own only positions [0, num_tokens), which are no drafts any more; blocks
+        past them are released."""
         sequence, kept = self._sequence(seq_id), self.blocks_needed(num_tokens)
+        if self.states is not None and sequence.states is not None:
+            self.states.settle(sequence.states, num_tokens)
         if num_tokens >= sequence.num_tokens:
             return
         assert kept >= max(sequence.first_entries), "the block was released"
@@ -315,6 +419,9 @@ class BlockAllocator:
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
         assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
         self.store.check_integrity(held)
+        if self.states is not None:
+            sequences = self._sequences.values()
+            self.states.check_integrity([s.states for s in sequences if s.states is not None])
 
     def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:

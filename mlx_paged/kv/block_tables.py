@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.kv.prefix_cache import ROOT
+from mlx_paged.kv.states import SequenceStates
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -176,6 +177,7 @@ class SequenceBlocks:
     # Positions ``[private_start, private_stop)`` may be written without a copy.
     private_start: int = 0
     private_stop: int = 0
+    states: SequenceStates | None = None  # None: the model has no recurrent layers
 
     def prefix_hash(self, num_blocks: int) -> bytes:
         return self.hashes[num_blocks - 1] if num_blocks else self.root

@@ -39,8 +39,9 @@ class BlockTransfer:
     blocks: Sequence[int]  # the entry's blocks; none for recurrent states
     # On the way into the pool: a matrix of bytes, and which row of the matrix is this content.
     # On the way out: a function, which returns the bytes once the step has ended. The runner sets
-    # this function. Before that the payload of recurrent states is the states, of others None.
+    # this function; before that the payload is None.
     payload: Any = None
+    state: int = 0  # id of the recurrent states
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -16,7 +16,7 @@ from mlx_paged.kv.prefix_cache import (
     token_bytes,
 )
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key, miss_reason
-from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.kv.snapshots import Snapshot, Snapshots
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
 
@@ -38,11 +38,10 @@ class GroupPrefixes:
         # Group, block and hash of each block that was registered; a tier reads them. None: no tier.
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 
-    def require_states(self, max_snapshots: int) -> None:
-        """Reuse prefixes only up to one of at most `max_snapshots` snapshots of states, which the
-        first group's blocks have."""
+    def require_states(self, snapshots: Snapshots) -> None:
+        """Reuse prefixes only up to one of the snapshots, which the first group's blocks have."""
         args = len(self._store.counts), self._block_size, self._store.idle
-        self._store.prefixes[0] = StatefulPrefixCache(*args, max_snapshots)
+        self._store.prefixes[0] = StatefulPrefixCache(*args, snapshots)
         for prefixes in self._store.prefixes:
             prefixes.min_run = 1  # a state is worth a copy of any length
 
@@ -226,6 +225,11 @@ class GroupPrefixes:
         if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
         content = token_bytes(tokens, block * size, snapshot.position)
+        return self.adopt(sequence.prefix_hash(block), content, snapshot)
+
+    def adopt(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
+        """Keep a snapshot of the states after `tokens`, a block or its first tokens after
+        `parent`, if they are known and have none."""
         prefixes = self._store.prefixes[0]
         assert isinstance(prefixes, StatefulPrefixCache)
-        return prefixes.attach(sequence.prefix_hash(block), content, snapshot)
+        return prefixes.attach(parent, tokens, snapshot)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mlx_paged.arguments import integer
 
 SPARE = 8
-"""A spare snapshot counts an eighth of the tokens that it saves, until it is used."""
+"""A spare snapshot counts an eighth of the tokens that it saves, until it is kept."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Snapshot:
-    """The states of a model's recurrent layers after the first `position` tokens of a text."""
+    """The states of a model's recurrent layers after the first `position` tokens of a text, which
+    later texts may begin with."""
 
     position: int
-    is_spare: bool = False  # taken on the way: nothing says that a text goes on from here
-    states: object | None = None  # the runner's copy, never changed; None until it is computed
+    is_spare: bool = False  # wanted only if there is room: nothing says that a text goes on here
+    state: int = 0  # id of the state
     before: Snapshot | None = None  # an earlier snapshot of the same text
     key: tuple[int, int] | None = None  # among the kept ones; None: it is not kept
-    uses: int = 0
+    uses: int = 0  # how many sequences went on from here
     floor: int = 0  # the value of the snapshot that was dropped last before the latest use
 
     @property
@@ -37,13 +38,20 @@ class Snapshots:
     block's first tokens the states are after. A snapshot is dropped with its block, whose K/V it
     needs, or as the one of the least value. What is dropped raises the value of all that is used
     later, so even valuable ones are not kept for ever (GreedyDual with frequencies: Cherkasova,
-    HP Labs technical report 1998)."""
+    HP Labs technical report 1998).
 
-    def __init__(self, max_snapshots: int) -> None:
+    Args:
+        release: called with the state's id when a snapshot that was kept is dropped.
+    """
+
+    def __init__(
+        self, max_snapshots: int, release: Callable[[int], None] = lambda state_id: None
+    ) -> None:
         self.max_snapshots = integer("Engine", "max_snapshots", max_snapshots, 1)
         self._by_key: dict[tuple[int, int], Snapshot] = {}  # the latest used last
         self._runs: dict[int, set[int]] = {}  # by block
         self._floor = 0
+        self._release = release
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -60,14 +68,13 @@ class Snapshots:
         return snapshot.value >= self._by_key[self._least].value + snapshot.is_spare
 
     def add(self, block: int, run: int, snapshot: Snapshot) -> bool:
-        """Keep a snapshot after the first `run` tokens of `block`; returns whether it was kept."""
+        """Keep a snapshot after the first `run` tokens of `block`; returns whether it was kept: its
+        state is then released when it is dropped."""
         key = (block, run)
         known = self._by_key.get(key)
-        if known is not None and known.states is not None:
+        if known is not None:
             self.use(known)
             return False
-        if known is not None:
-            self._discard(key)
         while snapshot.before is not None and snapshot.before.key is None:
             snapshot.before = snapshot.before.before
         if not self.has_place(snapshot):
@@ -80,10 +87,13 @@ class Snapshots:
             self._discard(least)
         return True
 
-    def filled(self, block: int, most: int) -> list[int]:
-        """Each n <= `most` with a filled snapshot after n tokens of `block`."""
-        runs = self._runs.get(block, ())
-        return [r for r in runs if r <= most and self._by_key[block, r].states is not None]
+    def runs(self, block: int, most: int) -> list[int]:
+        """Each n <= `most` with a snapshot after n tokens of `block`."""
+        return [run for run in self._runs.get(block, ()) if run <= most]
+
+    def state_ids(self) -> Iterator[int]:
+        """The ids of the states of all snapshots."""
+        return (snapshot.state for snapshot in self._by_key.values())
 
     def get(self, block: int, run: int) -> Snapshot:
         """The snapshot after `run` tokens of `block`. The call does not count as a use."""
@@ -142,6 +152,7 @@ class Snapshots:
     def _discard(self, key: tuple[int, int]) -> None:
         snapshot = self._pop(key)
         snapshot.key = None
+        self._release(snapshot.state)
         for later in self._by_key.values():
             if later.before is snapshot:
                 later.before = snapshot.before

@@ -23,10 +23,10 @@ class StatefulPrefixCache(PrefixCache):
     nothing and only count its tokens."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, idle: OrderedDict[int, None], max_snapshots: int
+        self, num_blocks: int, block_size: int, idle: OrderedDict[int, None], snapshots: Snapshots
     ) -> None:
         super().__init__(num_blocks, block_size, idle)
-        self.snapshots: Snapshots = Snapshots(max_snapshots)
+        self.snapshots: Snapshots = snapshots
 
     def attach(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
         """Keep a snapshot of the states after `tokens`, a block or its first tokens after `parent`.
@@ -66,7 +66,7 @@ class StatefulPrefixCache(PrefixCache):
             runs = [
                 (run, -index)
                 for index, cached in enumerate(bearers)
-                for run in self.snapshots.filled(cached.block, common_tokens(cached.tokens, left))
+                for run in self.snapshots.runs(cached.block, common_tokens(cached.tokens, left))
             ]
             for run, index in sorted(runs, reverse=True):
                 yield level * size + run, bearers[-index]

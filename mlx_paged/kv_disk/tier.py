@@ -9,14 +9,10 @@ from itertools import accumulate
 from time import monotonic
 from typing import Any
 
-import numpy as np
-
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES, CachedBlock
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
-from mlx_paged.kv.snapshots import Snapshot
-from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request
 
@@ -150,10 +146,10 @@ class KVDiskTier:
             self.leaving[key] = BlockTransfer(key, group, blocks)
             self._leaving_bytes += self._entry_bytes[group]
         snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
-        has_state = snapshots is not None and size in snapshots.filled(known.block, size)
+        has_state = snapshots is not None and size in snapshots.runs(known.block, size)
         if snapshots is not None and has_state and key not in self.store:
-            states = snapshots.get(known.block, size).states
-            self.leaving[key] = BlockTransfer(key, group, (), states)
+            state = snapshots.get(known.block, size).state
+            self.leaving[key] = BlockTransfer(key, group, (), state=state)
 
     # From the store to the pool
 
@@ -254,11 +250,10 @@ class KVDiskTier:
                     awaited.absent.clear()
                     break
                 if each.group < 0:
-                    prefixes = store.prefixes[0]
-                    assert isinstance(prefixes, StatefulPrefixCache)
-                    states = np.asarray(payload[0])[payload[1]].tobytes()
-                    snapshot = Snapshot((each.index + 1) * block_size, states=states)
-                    prefixes.attach(known.parent, known.tokens, snapshot)
+                    position = (each.index + 1) * block_size
+                    state = self._allocator.adopt_state(known.parent, known.tokens, position)
+                    if state is not None:
+                        adopted.append(BlockTransfer(each.key, 0, (), payload, state.id))
                 elif each.find(store.prefixes) is None:
                     if store.num_available < self._allocator.groups[group].width:
                         break

@@ -289,7 +289,7 @@ class Batch:
         rows = allocator.table_rows(self.seq_ids)
         entries = allocator.block_tables.rows(rows, group)[:, : columns.max() + 1]
         slots = store.slots(entries[self._sequences, columns], self._positions, group)
-        stored = np.array([span.start + span.behind for span in self.spans], np.int32)
+        stored = np.array([span.start + span.stored for span in self.spans], np.int32)
         slots = np.where(self._positions < stored[self._sequences], np.int32(-1), slots)
         block_tables = np.ascontiguousarray(store.tables(entries, group))
         chunks: list[list[Chunk]] = [[] for _ in block_tables]
@@ -329,9 +329,9 @@ class Batch:
             rows, lengths = rows[draws], lengths[draws]
         if any([span.drafts for span in drawing]):  # rows for the newest token and each draft
             counts = np.array([1 + len(span.drafts) for span in drawing], np.int32)
-            behind = np.repeat(np.cumsum(counts, dtype=np.int32), counts)
-            behind -= np.arange(1, len(behind) + 1, dtype=np.int32)
-            rows, lengths = np.repeat(rows, counts) - behind, np.repeat(lengths, counts) - behind
+            later = np.repeat(np.cumsum(counts, dtype=np.int32), counts)
+            later -= np.arange(1, len(later) + 1, dtype=np.int32)
+            rows, lengths = np.repeat(rows, counts) - later, np.repeat(lengths, counts) - later
             drawing = [span for span in drawing for _ in range(1 + len(span.drafts))]
         self.sampled = [span.request for span in drawing]
         self.logits_of: mx.array | None = None

@@ -102,19 +102,21 @@ class DraftModel:
         shadow = self._shadows[request.id]
         own, known = shadow.request, len(shadow.request.tokens)
         own.num_computed = min(shadow.computed, known + accepted)
-        if not self._rewinds and own.num_computed < shadow.computed:
-            own.num_behind = own.num_computed - known
         for is_right in [1] * accepted + [0] * (accepted < drafted):
             shadow.share += RATE * (is_right - shadow.share)
 
     def drop(self, request: Request) -> None:
+        self._forget(request)
+        if not self._shadows:
+            self._runner.release(self._allocator.take_released())
+
+    def _forget(self, request: Request) -> None:
         shadow = self._shadows.pop(request.id, None)
         if shadow is not None and request.id in self._allocator:
             known, count = shadow.request.tokens, shadow.request.num_computed
             self._allocator.truncate(request.id, count)
             self._allocator.register_tail(request.id, known, min(count, len(known)))
             self._allocator.free(request.id)
-            self._runner.drop(shadow.request)
 
     def recover(self) -> None:
         for request_id in self._shadows:
@@ -161,7 +163,7 @@ class DraftModel:
         own.num_computed = min(own.num_computed, len(own.tokens) - 1)
         self._allocator.truncate(own.id, own.num_computed)
         self._allocator.register_prefix(own.id, own.tokens, own.num_computed)
-        self._allocator.trim(own.id, own.num_computed - own.num_behind, offers=True)
+        self._allocator.trim(own.id, own.num_computed, offers=True)
         start = own.num_computed
         return self._add(step, own, min(len(own.tokens), start + room)) - start
 
@@ -194,7 +196,7 @@ class DraftModel:
         """Free the blocks of the oldest request that this step does not compute."""
         for request_id, shadow in self._shadows.items():
             if request_id not in step.requests:
-                self.drop(shadow.request)
+                self._forget(shadow.request)
                 return
 
     def _add(self, step: Step, own: Request, stop: int) -> int:
@@ -206,11 +208,12 @@ class DraftModel:
             return start
         own.num_computed = stop
         known = len(own.tokens)
-        keep = known if start >= known and not self._rewinds else None
-        step.add(Span(own, start, stop, samples=stop >= known, keep=keep))
+        move = self._allocator.advance(own.id, start, stop, is_sure=start < known)
+        step.add(Span.of(own, start, stop, stop >= known, move))
         return stop
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        step.released = self._allocator.take_released()
         launched = self._runner.launch(step, before)
         self._allocator.store.copies_done()
         self._trace_seconds += launched.report.extra_seconds

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,10 +21,8 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
-from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
-from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
 from mlx_paged.runner.device_errors import (
@@ -37,8 +35,8 @@ from mlx_paged.runner.device_errors import (
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_rows import RecurrentRows, States
-from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, unpacked
+from mlx_paged.runner.recurrent_rows import RecurrentRows
+from mlx_paged.runner.recurrent_states import RecurrentStates, left_by, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import (
@@ -49,8 +47,6 @@ from mlx_paged.sampling.sampler import (
     outside_rows,
 )
 from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, UnknownEndError
-
-Batches = list[tuple[Sequence[Span], Batch]]
 
 
 class ModelRunner:
@@ -105,7 +101,6 @@ class ModelRunner:
         self.begins_each = begins_each
         self._make_sampler = make_sampler
         self.sampler = make_sampler()
-        self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._held_back: LaunchedStep | None = None
         self._loaded: list[mx.array] = []  # what transfers read from, until the next step is read
         self.error: Exception | None = None
@@ -156,10 +151,6 @@ class ModelRunner:
                 self.go_on(earlier)
         if step.copies:
             self.pool.copy_blocks(step.copies)
-        for request, snapshot in step.restores:
-            if not isinstance(snapshot.states, list):
-                snapshot.states = unpacked(snapshot.states)
-            self.states.restore(request.id, snapshot.position, cast(States, snapshot.states))
         launched = LaunchedStep(StepReport(step), [], None)
         if step.is_held_back:
             launched.held = HeldBack(threading.get_ident())
@@ -191,19 +182,16 @@ class ModelRunner:
         lengths: list[Int32Array] = []
         first: list[mx.array] | None = None
         scores: Scores | None = None
-        for spans, batch in self._batches(step, coming):
+        for batch in self._batches(step, coming):
             launched.report.shared_keys += batch.shared_keys
             rows, scores, early = self._forward_and_first(batch, launched)
             first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
             if self.begins_each or batch.scored:
-                states = self.states.arrays(batch.seq_ids)
+                states = self.states.arrays(left_by(batch.spans))
                 read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
                 part = Part([*self.pool.handles(), *states, *read], batch.scored, rows)
                 self._compute(launched, part)
-            if self._is_recurrent:
-                for span, snapshot in [(s, each) for s in spans for each in s.snapshots]:
-                    self._fill(snapshot, span.request)
             if batch.sampled:
                 launched.requests += batch.sampled
                 logits.append(own)
@@ -211,13 +199,10 @@ class ModelRunner:
                 lengths.append(batch.sampled_lengths)
         launched.pending, self._loaded = self.pool.handles() + self._loaded, []
         if self._is_recurrent:
-            for span in step.spans:
-                for fork in span.forks:
-                    self.states.fork(span.request.id, fork.id)
-            computed = [request.id for request in step.everyone]
-            launched.pending += self.states.arrays(computed) + self.states.separate(computed)
-            launched.pending += self._copied
-            self._copied = []
+            self.states.release(step.released)
+            separated = self.states.separate(step.spans)
+            kept = [*left_by(step.spans), *separated]
+            launched.pending += self.states.arrays(dict.fromkeys(kept))
         if logits:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
             arguments = launched.requests, _joined(newest), np.concatenate(lengths), scores, drafts
@@ -233,10 +218,11 @@ class ModelRunner:
             return *self._forward(batch), []
         if batch.decodes_only:
             rows, scores = self._forward(batch)
-            return rows, scores, [*self.pool.handles(), *self.states.arrays(batch.seq_ids), rows]
+            states = self.states.arrays(left_by(batch.spans))
+            return rows, scores, [*self.pool.handles(), *states, rows]
         with kept_handle(self._second_layer) as handles:
             rows, scores = self._forward(batch)
-        return rows, scores, handles + self.states.arrays(batch.seq_ids, self._second_states)
+        return rows, scores, handles + self.states.arrays(left_by(batch.spans), self._second_states)
 
     def _compute(self, launched: LaunchedStep, part: Part) -> None:
         """Begin a part of a step, and score prompt tokens, unless the step is held back."""
@@ -271,10 +257,13 @@ class ModelRunner:
                     size = len(stored.blocks)
                     stored.payload = _telling(bytes_of, staged, i * size, size)
         for group in groups:
-            load_blocks(pool, group, [t for t in loads if t.group == group])
+            load_blocks(pool, group, [t for t in loads if t.group == group and t.blocks])
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
-        for states in [t for t in stores if not t.blocks]:
-            states.payload = _telling(packed, states.payload)
+        for states in [t for t in stores if t.state]:
+            states.payload = _telling(packed, self.states.copy(states.state))
+        for states in [t for t in loads if t.state]:
+            rows, row = states.payload
+            self.states.put(states.state, unpacked(np.asarray(rows)[row].tobytes()))
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
@@ -313,8 +302,6 @@ class ModelRunner:
         except Exception as error:  # the other parts have not begun
             self.error = noted(error)
             raise
-        launched.pending += self._copied
-        self._copied = []
         self._begin_last(launched)
         launched.report.rest_seconds += time.perf_counter() - started
         if self.error is not None:
@@ -335,19 +322,14 @@ class ModelRunner:
         launched.pending += [each for each in (*arrays, sampled.chosen) if each is not None]
         return True
 
-    def drop(self, request: Request) -> None:
-        """Forget a request's recurrent states, after filling the snapshot that it leaves."""
-        if request.snapshot is not None:
-            self._fill(request.snapshot, request)
-            request.snapshot = None
-            if self._held_back is None:  # else it would have to begin now
-                self._begin(self._copied)
-                self._copied = []  # evaluated by this thread: another one may launch the next step
-        self.states.drop(request.id)
-
-    def fork(self, parent: Request, child: Request) -> None:
-        """Let a child start with its parent's recurrent states."""
-        self.states.fork(parent.id, child.id)
+    def release(self, state_ids: Sequence[int]) -> None:
+        """Forget recurrent states, while no step is planned that has not been launched. Those that
+        are left get arrays of their own."""
+        self.states.release(state_ids)
+        if self._held_back is None:  # else it would have to begin now
+            separated = self.states.separate()
+            if separated:
+                self._begin(self.states.arrays(separated))
 
     def recover(self, error: BaseException | None = None) -> None:
         """Give up the steps under way: reset the pool's handles and forget every state."""
@@ -358,7 +340,7 @@ class ModelRunner:
         mx.clear_cache()  # memory may be short
         self.pool.reset_handles()
         self.states.clear()
-        self._copied, self._loaded, self._held_back, self.error = [], [], None, None
+        self._loaded, self._held_back, self.error = [], None, None
         self.sampler = self._make_sampler()
         self._tables = self._new_tables(padded=self.compiled is not None)
 
@@ -374,22 +356,13 @@ class ModelRunner:
         self._begin(launched.pending)
         launched.end = ops.metal.end_of_work()
 
-    def _fill(self, snapshot: Snapshot, request: Request) -> None:
-        """Copy a request's states into a snapshot."""
-        states = self.states.copy(request.id, snapshot.position)
-        if states is not None:
-            snapshot.states = states
-            self._copied += arrays_of(states)
-
-    def _batches(self, step: Step, coming: PendingTokens | None) -> Batches:
-        """A step's forwards and their spans: one forward of rows for all tokens that may share it,
-        and one for each other chunk. A chunk is cut where a snapshot needs its states."""
+    def _batches(self, step: Step, coming: PendingTokens | None) -> list[Batch]:
+        """A step's forwards: one forward of rows for all tokens that may share it, and one for each
+        other chunk. A chunk is cut at the recurrent states that it leaves."""
         together, alone = self._shared_and_alone(step.spans)
         make = partial(Batch, allocator=self.allocator, coming=coming, scores=step.scores)
-        batches: Batches = []
-        if together:
-            batches.append((together, make(together, tables=self._tables)))
-        return batches + [([p], make([p], layout=Layout.CHUNK)) for s in alone for p in s.pieces()]
+        batches = [make(together, tables=self._tables)] if together else []
+        return batches + [make([p], layout=Layout.CHUNK) for span in alone for p in span.pieces()]
 
     def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
         """Spans that may share a forward of rows, and spans that each need their own."""
@@ -397,7 +370,7 @@ class ModelRunner:
             return spans, ()
         if self.batching is Batching.SINGLE:
             return (), spans
-        decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.drafts or s.behind)]
+        decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.drafts or s.stored)]
         if self._is_recurrent and not self.states.takes_rows:
             alike = self.states.alike(span for span in decodes if len(span) == 1)
             decodes = [s for s in decodes if len(s) == 1 and s.request.id in alike]

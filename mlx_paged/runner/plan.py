@@ -4,19 +4,21 @@ import json
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, cast
-from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.kv.states import State
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 
 DIGEST_BYTES = 16
+
+VERSION = 2
+"""Of the frames between ranks. The first frame of rank 0 names it."""
 
 
 class DigestMismatch(RuntimeError):
@@ -24,59 +26,37 @@ class DigestMismatch(RuntimeError):
 
 
 class PlanWriter:
-    """Writes a runner's steps as plans. A plan has the spans with their tokens, the copies, the
-    snapshots by number, the calls since the plan before, and the changed entries of the sequences'
-    block tables. A plan begins with a digest. The digest covers the digest of the plan before, the
-    plan itself, and every row of the block tables that the plan changes."""
+    """Writes a runner's steps as plans. A plan has the spans with their tokens and the ids of their
+    recurrent states, the copies, the states that are released, and the changed entries of the
+    sequences' block tables. A plan begins with a digest. The digest covers the digest of the plan
+    before, the plan itself, and every row of the block tables that the plan changes."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
         # The version and the entries that the others have, with their blocks, by row and group.
         self._sent: dict[tuple[int, int], tuple[int, Int32Array]] = {}
-        self._numbers: WeakKeyDictionary[Snapshot, int] = WeakKeyDictionary()
-        self._count = 0  # numbers given to snapshots
-        self._dead: list[int] = []  # those of snapshots that nothing keeps
-        self._calls: list[tuple[int, int | None, tuple[int, int] | None]] = []
         self.digest = b""
 
-    def drop(self, request: Request) -> None:
-        snapshot = request.snapshot
-        pair = None if snapshot is None else (self._number(snapshot), snapshot.position)
-        self._calls.append((request.id, None, pair))
-
-    def fork(self, parent: Request, child: Request) -> None:
-        self._calls.append((parent.id, child.id, None))
-
-    def write(self, step: Step, awaits: bool) -> bytes:
-        """`awaits`: some tokens of the step come later."""
-        calls, self._calls = self._calls, []
-        dead = [self._dead.pop() for _ in range(len(self._dead))]
+    def write(self, step: Step, awaits: bool, released: Sequence[int] = ()) -> bytes:
+        """`awaits`: some tokens of the step come later. `released`: recurrent states that were
+        released before the step."""
         rows = self._allocator.table_rows([span.request.id for span in step.spans])
         changes = self._table_changes(rows)
         spans = [
             (
                 (span.request.id, row, span.start, span.stop, span.samples, len(span.drafts)),
-                (span.behind, span.keep),
+                (span.stored, span.reads, span.leaves),
                 span.known,
                 [fork.id for fork in span.forks],
-                [(self._number(s), s.position) for s in span.snapshots],
             )
             for span, row in zip(step.spans, rows.tolist(), strict=True)
         ]
         copies = [(copy.src, copy.dst, copy.group) for copy in step.copies]
-        restores = [(request.id, self._number(s)) for request, s in step.restores]
         how = awaits, step.is_held_back
-        plan = how, calls, dead, changes, copies, restores, spans
+        plan = how, [*released, *step.released], changes, copies, spans
         content = json.dumps(plan, separators=(",", ":")).encode()
         self.digest = _digest(self.digest, content, self._allocator, changes)
         return self.digest + content
-
-    def _number(self, snapshot: Snapshot) -> int:
-        if snapshot not in self._numbers:
-            self._numbers[snapshot] = self._count
-            finalize(snapshot, self._dead.append, self._count).atexit = False
-            self._count += 1
-        return self._numbers[snapshot]
 
     def _table_changes(self, rows: Int32Array) -> list[Any]:
         """Of each changed row: row, group, first column, and from there on entries and blocks."""
@@ -114,59 +94,53 @@ class PlanReader:
 
     def __init__(self, allocator: MirroredAllocator) -> None:
         self._allocator = allocator
+        # Of the latest plan, by id. The next plan may await tokens that these choose.
         self._requests: dict[int, Request] = {}
-        self._snapshots: dict[int, Snapshot] = {}
         self._num_read = 0
         self.digest = b""
 
-    def read(self, message: bytes) -> tuple[Step, bool, list[tuple[Request, Request | None]]]:
-        """The step, whether it awaits tokens, and the calls before it: a request to drop and None,
-        or a parent and its child. Raises DigestMismatch if rank 0's state is another one."""
+    def read(self, message: bytes) -> tuple[Step, bool]:
+        """The step, and whether it awaits tokens. Raises DigestMismatch if rank 0's plans or
+        block tables are others."""
         expected, content = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
-        (awaits, is_held_back), calls, dead, changes, copies, restores, spans = json.loads(content)
-        found = [self._call(*call) for call in calls]
-        for number in dead:
-            self._snapshots.pop(number, None)
+        (awaits, is_held_back), released, changes, copies, spans = json.loads(content)
         for row, group, start, (entries, *blocks) in changes:
             self._allocator.block_tables.put(row, group, start, entries)
             self._allocator.store.put_blocks(entries, blocks, group)
         step = Step(copies=[BlockCopy(*copy) for copy in copies], is_held_back=is_held_back)
-        step.restores = [(self._request(i), self._snapshots[number]) for i, number in restores]
-        step.spans = [self._span(*span) for span in spans]
+        step.released = released
+        before, self._requests = self._requests, {}
+        rows, self._allocator.rows = self._allocator.rows, {}
+        step.spans = [self._span(before, rows, *span) for span in spans]
         self.digest = _digest(self.digest, content, self._allocator, changes)
         self._num_read += 1
         if self.digest != expected:
             digests = f"digest {expected.hex()} on rank 0, but {self.digest.hex()} here"
             raise DigestMismatch(f"plan {self._num_read} has {digests}")
-        return step, awaits, found
+        return step, awaits
 
-    def _call(self, first: int, child: int | None, snapshot: Any) -> Any:
-        if child is not None:  # the parent may have ended
-            return self._requests.get(first) or _unknown(first), self._request(child)
-        request = self._requests.pop(first, None) or _unknown(first)
-        request.snapshot = None if snapshot is None else self._snapshot(*snapshot)
-        self._allocator.rows.pop(first, None)
-        return request, None
-
-    def _span(self, numbers: Any, more: Any, tokens: list[int], forks: Any, taken: Any) -> Span:
+    def _span(
+        self,
+        before: dict[int, Request],
+        rows: dict[int, int],
+        numbers: Any,
+        of_states: Any,
+        tokens: list[int],
+        forks: list[int],
+    ) -> Span:
         request_id, row, start, stop, samples, num_drafts = numbers
-        request = self._request(request_id)
-        if self._allocator.rows.get(request_id) != row:
+        if rows.get(request_id) != row:
             self._allocator.block_tables.touch(row)  # even if it holds what the last user had
         self._allocator.rows[request_id] = row
+        request, *children = (before.get(i) or _unknown(i) for i in (request_id, *forks))
+        self._requests |= {each.id: each for each in (request, *children)}
         request.tokens = cast(list[int], _Tokens(start, tokens))
-        children = tuple(map(self._request, forks))
-        states = tuple(self._snapshot(*pair) for pair in taken)
         drafts = tuple(tokens[len(tokens) - num_drafts :])
-        return Span(request, start, stop, bool(samples), children, states, drafts, *more)
-
-    def _request(self, request_id: int) -> Request:
-        if request_id not in self._requests:
-            self._requests[request_id] = _unknown(request_id)
-        return self._requests[request_id]
-
-    def _snapshot(self, number: int, position: int) -> Snapshot:
-        return self._snapshots.setdefault(number, Snapshot(position))
+        stored, reads, leaves = of_states
+        states = tuple(State(*state) for state in leaves)
+        return Span(
+            request, start, stop, bool(samples), tuple(children), drafts, stored, reads, states
+        )
 
 
 class _Tokens:

@@ -138,7 +138,11 @@ class PooledModel:
         self.config, self.max_snapshots = config, measured.max_snapshots
         block_size, num_blocks = config.block_size, measured.num_blocks
         self.allocator = make_allocator(
-            num_blocks, block_size, self.plan.groups, config.prefill_chunk
+            num_blocks,
+            block_size,
+            self.plan.groups,
+            config.prefill_chunk,
+            self.max_snapshots if self.profile.recurrent else None,
         )
         self._budget = measured.budget
         cache = self._budget.cache
@@ -196,7 +200,8 @@ class PooledModel:
             for start, stop in ((0, size), (size, size + 1)):
                 allocator.make_writable(NOBODY, start, stop)
                 step = Step()
-                step.add(Span(request, start, stop, samples=stop > size))
+                move = allocator.advance(NOBODY, start, stop)
+                step.add(Span.of(request, start, stop, stop > size, move))
                 runner.collect(runner.launch(step, None))
         except OutOfBlocksError:
             pass
@@ -206,7 +211,7 @@ class PooledModel:
         finally:
             if NOBODY in allocator:
                 allocator.free(NOBODY)
-            runner.drop(request)
+            runner.release(allocator.take_released())
 
     @property
     def blocks_in_use(self) -> int:

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -26,12 +26,11 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.options import PoolConfig
 from mlx_paged.outputs import describe
-from mlx_paged.request import Request
 from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
 from mlx_paged.runner.model_probe import model_type
 from mlx_paged.runner.model_runner import ModelRunner
-from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
+from mlx_paged.runner.plan import VERSION, MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler
@@ -134,7 +133,7 @@ class Ranks:
             cpu_linear=CPULayers(measured.model, given.cpu_linear).linear,
             snapshot_memory=measured.max_snapshots * measured.profile.state_bytes,
         )
-        self.send(Kind.MEASURE, json.dumps(asdict(config)).encode())
+        self.send(Kind.MEASURE, first_frame(config))
         num_blocks = int(min(measured.num_blocks, *self.answers()))
         self.send(Kind.MAKE, json.dumps(num_blocks).encode())
         measured = replace(measured, config=config, num_blocks=num_blocks)
@@ -188,6 +187,25 @@ def _shared(
     return LaunchedStep(before.report, before.requests, sampled, coming=coming)
 
 
+def first_frame(config: PoolConfig) -> bytes:
+    """The first frame that rank 0 sends for an engine: the version of the frames and the engine's
+    configuration."""
+    return json.dumps({"version": VERSION, "config": asdict(config)}).encode()
+
+
+def read_first_frame(content: bytes) -> PoolConfig:
+    """The configuration of :func:`first_frame`. Raises ValueError if the frame has another version:
+    the frames that follow would be misread."""
+    found = json.loads(content)
+    version = found.get("version", 1)  # the first version named none
+    if version != VERSION:
+        raise ValueError(
+            f"rank 0 sends frames of version {version}, this rank reads version {VERSION}: expected"
+            " the same version of mlx-paged on all ranks"
+        )
+    return PoolConfig(**found["config"])
+
+
 class LeadingRunner:
     """Rank 0's: tells the others each step, then lets `runner` compute its own part.
 
@@ -204,6 +222,7 @@ class LeadingRunner:
         self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0, "kv_pool_bytes": shares}
         self.transfer = runner.transfer
         self._writer = PlanWriter(runner.allocator)
+        self._released: list[int] = []  # states of which the others are told with the next plan
         self._error: BaseException | None = None  # of a launch: the others wait for that step
 
     @property
@@ -214,7 +233,8 @@ class LeadingRunner:
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         started = time.perf_counter()
         awaits = any(not span.known for span in step.spans)
-        plan = self._writer.write(step, awaits)
+        plan = self._writer.write(step, awaits, self._released)
+        self._released = []
         self.ranks.send(Kind.PLAN, plan)
         self.stats["plans"] += 1
         self.stats["plan_bytes"] += len(plan)
@@ -240,13 +260,9 @@ class LeadingRunner:
         self.ranks.answers()
         return tokens
 
-    def drop(self, request: Request) -> None:
-        self._writer.drop(request)
-        self.runner.drop(request)
-
-    def fork(self, parent: Request, child: Request) -> None:
-        self._writer.fork(parent, child)
-        self.runner.fork(parent, child)
+    def release(self, state_ids: Sequence[int]) -> None:
+        self._released += state_ids
+        self.runner.release(state_ids)
 
     def recover(self, error: BaseException | None = None) -> None:
         """End the process: nobody knows how much of the step the other ranks have computed. That
@@ -276,9 +292,7 @@ class _Follower:
     def follow(self, message: bytes) -> None:
         """Launch the step of a plan."""
         runner, before = self.pooled.runner, self._before
-        step, awaits, calls = self._reader.read(message)
-        for request, child in calls:
-            runner.drop(request) if child is None else runner.fork(request, child)
+        step, awaits = self._reader.read(message)
         if before is not None:  # as rank 0 does, before the tokens are shared
             runner.go_on(before)
         self._before = runner.launch(step, _shared(before, None, self._group) if awaits else None)
@@ -314,7 +328,7 @@ def _follow(
                 link.send(Kind.ANSWER, b"null")
             elif kind == Kind.MEASURE:
                 follower = None  # an engine before gives its memory back
-                config = PoolConfig(**json.loads(content))
+                config = read_first_frame(content)
                 profile = probed(model, config.kv_bits)
                 measured = MeasuredModel.of(model, profile, config)
                 link.send(Kind.ANSWER, json.dumps(measured.num_blocks).encode())

@@ -17,22 +17,34 @@ Forms = tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]
 
 
 class _Joined:
-    """The states that a run left: a row for each of its sequences, and for its padding."""
+    """The states that a run left: a row for each of its sequences, and for its padding.
 
-    def __init__(self, states: States) -> None:
+    Attributes:
+        held: how many of the rows are states that the store has.
+        is_of_chunk: whether the run had several tokens of a sequence. Then an array may be a view
+            of what the run computed for all tokens.
+    """
+
+    def __init__(self, states: States, is_of_chunk: bool = False) -> None:
         self.states = states
         self.forms = forms_of(states)
         self.rows = max([len(array) for array in arrays_of(states)], default=1)
+        self.held = 0
+        self.is_of_chunk = is_of_chunk
+
+    @property
+    def wastes_memory(self) -> bool:
+        """Whether the arrays keep more in memory than the states that the store has."""
+        return self.is_of_chunk or self.held < self.rows
 
 
 class RecurrentStates:
-    """The states of the model's recurrent layers (ArraysCache), for each live sequence.
+    """The states of the model's recurrent layers (ArraysCache), by the ids that steps give them.
 
     A recurrent layer keeps a state of fixed size instead of K/V. A forward has those of its
     sequences joined along axis 0, and they stay joined after it: while the same sequences are
-    computed in the same order, nothing is split or copied. A sequence that waits gets arrays of its
-    own. A sequence has the states after its newest span. If drafts are in it, and one of them is
-    wrong, the next span begins where the states before them are: these are kept until then.
+    computed in the same order, nothing is split or copied. A state that no span of a step reads or
+    leaves gets arrays of its own, unless all rows beside it are states that are kept, too.
     """
 
     def __init__(self, caches: Sequence[ArraysCache], rows: RecurrentRows | None = None) -> None:
@@ -40,10 +52,12 @@ class RecurrentStates:
         self.caches = list(caches)
         self.takes_rows = rows is not None
         self._rows = rows
-        # By sequence and position, each in a row of joined states.
-        self._held: dict[int, dict[int, tuple[_Joined, int]]] = {}
-        self._mixed = set[int]()  # sequences whose rows may be beside those of others
+        self._held: dict[int, tuple[_Joined, int]] = {}  # by id: a row of joined states
+        self._mixed = set[int]()  # ids whose rows may be beside others
         self._empty = _Joined([[None] * len(cache.cache) for cache in caches])
+
+    def __len__(self) -> int:
+        return len(self._held)
 
     @property
     def loaded(self) -> States:
@@ -60,8 +74,7 @@ class RecurrentStates:
         joined. Some states grow with a sequence's first tokens up to a fixed length."""
         together: dict[_Joined, set[int]] = {}
         for span in spans:
-            seq_id = span.request.id
-            together.setdefault(self._at(seq_id, span.start)[0], set()).add(seq_id)
+            together.setdefault(self._at(span.reads)[0], set()).add(span.request.id)
         kinds: dict[Forms, set[int]] = {}
         for joined, own in together.items():
             kinds.setdefault(joined.forms, set()).update(own)
@@ -69,13 +82,13 @@ class RecurrentStates:
 
     def have(self, spans: Iterable[Span], forms: Forms) -> bool:
         """Whether the states with which these spans begin have these forms."""
-        joined = {self._at(span.request.id, span.start)[0] for span in spans}
+        joined = {self._at(span.reads)[0] for span in spans}
         return all([each.forms == forms for each in joined])
 
-    def load(self, seq_ids: Sequence[int], positions: Sequence[int], padding: int = 0) -> None:
-        """Put these sequences' states at these positions into the model's caches, with rows of
-        padding behind them, whose values mean nothing."""
-        places = [*map(self._at, seq_ids, positions)]
+    def load(self, state_ids: Sequence[int], padding: int = 0) -> None:
+        """Put these states into the model's caches, with rows of padding behind them, whose values
+        mean nothing."""
+        places = [*map(self._at, state_ids)]
         used: dict[_Joined, list[int]] = {}
         for joined, row in places:
             used.setdefault(joined, []).append(row)
@@ -98,8 +111,8 @@ class RecurrentStates:
 
     @contextmanager
     def computing(self, spans: Sequence[Span], are_rows: bool, padding: int = 0) -> Iterator[None]:
-        """A forward of these spans within this context begins with their states, and with rows of
-        padding. The states after it are then theirs."""
+        """A forward of these spans within this context begins with the states that they read, and
+        with rows of padding. The states after it are those that they leave."""
         if self._rows is not None and are_rows and not self._are_alike(spans):
             runs = self.runs(spans, padding)
             with self._rows.computing(runs, self.caches):
@@ -111,19 +124,19 @@ class RecurrentStates:
 
     def run(self, spans: Sequence[Span], padding: int = 0, first: int = 0) -> Run:
         """The spans as a run from row `first` on. Their states are in the model's caches."""
-        self.load([span.request.id for span in spans], [span.start for span in spans], padding)
-        stops = [piece.stop - spans[0].start for piece in spans[0].pieces()]
+        self.load([span.reads for span in spans], padding)
+        stops = [state.position - spans[0].start for state in spans[0].leaves]
         return Run(first, len(spans) + padding, stops, self.caches)
 
     def runs(self, spans: Sequence[Span], padding: int = 0) -> list[Run]:
-        """The spans of a forward of rows as runs with caches of their own. Spans with snapshots are
-        runs of their own; others are joined if they have as many tokens and states of the same
-        forms. Padding belongs to the last run."""
+        """The spans of a forward of rows as runs with caches of their own. A span that leaves
+        several states is a run of its own; others are joined if they have as many tokens and states
+        of the same forms. Padding belongs to the last run."""
         found: list[Run] = []
 
         def kind(span: Span) -> tuple[int, Forms, int]:
-            alone = span.request.id if span.snapshots else -1
-            return len(span), self._at(span.request.id, span.start)[0].forms, alone
+            alone = span.request.id if len(span.leaves) > 1 else -1
+            return len(span), self._at(span.reads)[0].forms, alone
 
         for _, of_run in groupby(spans, kind):
             own_spans = [*of_run]
@@ -136,74 +149,72 @@ class RecurrentStates:
         return found
 
     def store(self, runs: Sequence[Run], spans: Sequence[Span]) -> None:
-        """Keep the states after each of the spans that the runs computed."""
+        """Keep the states that the spans leave, which the runs computed."""
         of_runs = iter(spans)
         for run in runs:
-            joined = [_Joined(after) for after in run.after]
+            joined = [_Joined(after, run.stops[-1] > 1) for after in run.after]
             for row, span in zip(range(run.count), of_runs, strict=False):
-                before = self._held.get(span.request.id, {})
-                held = {at: states for at, states in before.items() if at == span.keep}
-                for stop, after in zip(run.stops, joined, strict=True):
-                    held[span.start + stop] = after, row
-                self._held[span.request.id] = held
+                for state, after in zip(span.leaves, joined, strict=True):
+                    self._keep(state.id, after, row)
         self._empty_caches()
 
-    def drop(self, seq_id: int) -> None:
-        """Forget a sequence that has ended or will be computed again."""
-        self._held.pop(seq_id, None)
+    def release(self, state_ids: Iterable[int]) -> None:
+        """Forget states. Ids that the store does not have, of a step that failed, are ignored."""
+        for state_id in state_ids:
+            self._mixed.discard(state_id)
+            if (place := self._held.pop(state_id, None)) is not None:
+                place[0].held -= 1
 
-    def fork(self, parent: int, child: int) -> None:
-        """Let `child` start with its parent's states; arrays are never changed in place."""
-        if parent in self._held:
-            self._held[child] = dict(self._held[parent])
-            self._mixed.add(child)
+    def separate(self, spans: Iterable[Span] = ()) -> list[int]:
+        """Let states that these spans, which were computed now, do not read or leave at their ends
+        have arrays of their own: a row keeps those beside it in memory. Returns the ids of the
+        states with new arrays, which are not evaluated."""
+        in_use = {state_id for span in spans for state_id in (span.reads, span.leaves[-1].id)}
+        waiting = [i for i in self._mixed - in_use if self._held[i][0].wastes_memory]
+        for state_id in waiting:
+            own = self.copy(state_id)
+            self.release([state_id])
+            self.put(state_id, own)
+        return waiting
 
-    def separate(self, seq_ids: Iterable[int]) -> list[mx.array]:
-        """Let all sequences but these, which were computed now, have arrays of their own: a row
-        keeps those beside it in memory. Returns the new arrays, which are not evaluated."""
-        waiting, self._mixed = self._mixed.difference(seq_ids), {*seq_ids}
-        own: dict[tuple[_Joined, int], tuple[_Joined, int]] = {}
-        for seq_id in waiting:
-            held = self._held.get(seq_id, {})
-            for position, place in held.items():
-                if place not in own:
-                    own[place] = _Joined(self.copy(seq_id, position) or []), 0
-                held[position] = own[place]
-        return [array for joined, _ in own.values() for array in arrays_of(joined.states)]
+    def copy(self, state_id: int) -> States:
+        """A copy of a state that may be kept for long.
 
-    def copy(self, seq_id: int, position: int) -> States | None:
-        """A copy of a sequence's states at a position that may be kept for long; None if it has
-        none there.
-
-        Live states are rows of the arrays of a whole run and keep these in memory. A copy has
-        memory of its own, up to 16 KiB more than its bytes for each array.
+        States are rows of the arrays of a whole run and keep these in memory. A copy has memory of
+        its own, up to 16 KiB more than its bytes for each array.
         """
-        held = self._held.get(seq_id, {}).get(position)
-        if held is None:
-            return None
-        joined, row = held
+        joined, row = self._held[state_id]
         return [
             [None if a is None else mx.contiguous(a[row : row + 1]) for a in layer]
             for layer in joined.states
         ]
 
-    def restore(self, seq_id: int, position: int, states: States) -> None:
-        """Let a sequence continue from a copy."""
-        self._held[seq_id] = {position: (_Joined(states), 0)}
+    def put(self, state_id: int, states: States) -> None:
+        """Keep a copy under an id."""
+        joined = _Joined(states)
+        joined.held = 1
+        self._held[state_id] = joined, 0
 
     def clear(self) -> None:
-        """Forget every sequence and empty the model's caches."""
+        """Forget every state and empty the model's caches."""
         self._held.clear()
         self._mixed.clear()
         self._empty_caches()
 
-    def arrays(self, seq_ids: Iterable[int], layers: Sequence[int] | None = None) -> list[mx.array]:
-        """The sequences' states, joined as they are, which are evaluated with the step; with
+    def arrays(
+        self, state_ids: Iterable[int], layers: Sequence[int] | None = None
+    ) -> list[mx.array]:
+        """The arrays of these states, joined as they are, which are evaluated with the step; with
         `layers` those of some recurrent layers, in the order of the model."""
-        held = dict(each for seq_id in seq_ids for each in self._held.get(seq_id, {}).values())
+        held = dict(self._held[state_id] for state_id in state_ids)
         if layers is None:
             return [a for joined in held for a in arrays_of(joined.states)]
         return [a for joined in held for a in arrays_of([joined.states[i] for i in layers])]
+
+    def _keep(self, state_id: int, joined: _Joined, row: int) -> None:
+        self._held[state_id] = joined, row
+        self._mixed.add(state_id)
+        joined.held += 1
 
     def _empty_caches(self) -> None:
         for cache in self.caches:
@@ -211,11 +222,16 @@ class RecurrentStates:
 
     def _are_alike(self, spans: Sequence[Span]) -> bool:
         """Whether these are a batch as in mlx-lm: one token each, and states of the same forms."""
-        forms = self._at(spans[0].request.id, spans[0].start)[0].forms
+        forms = self._at(spans[0].reads)[0].forms
         return all([s.stop - s.start == 1 for s in spans]) and self.have(spans, forms)
 
-    def _at(self, seq_id: int, position: int) -> tuple[_Joined, int]:
-        return self._held[seq_id][position] if position else (self._empty, 0)
+    def _at(self, state_id: int) -> tuple[_Joined, int]:
+        return self._held[state_id] if state_id else (self._empty, 0)
+
+
+def left_by(spans: Iterable[Span]) -> list[int]:
+    """The ids of all states that the spans leave."""
+    return [state.id for span in spans for state in span.leaves]
 
 
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
@@ -223,10 +239,8 @@ def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
     return [array for layer in states for array in layer if array is not None]
 
 
-def packed(states: States | Any) -> Any:
-    """States as bytes. States that were never used since they were packed are bytes still."""
-    if not isinstance(states, list):
-        return states
+def packed(states: States) -> bytes:
+    """States as bytes."""
     stream = BytesIO()
     named = {f"{i}.{j}": a for i, layer in enumerate(states) for j, a in enumerate(layer)}
     lengths = ",".join(str(len(layer)) for layer in states)

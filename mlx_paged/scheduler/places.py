@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from weakref import ref
 
 from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
@@ -35,25 +34,19 @@ class Places:
         # Blocks that stay free when a request is admitted while others run. Without them the next
         # steps would preempt the request. At least one block for each running request stays free.
         watermark: int = 0,
-        # Whether a sequence can continue from any earlier position. A model with recurrent states
-        # can not.
-        rewinds: bool = True,
-        # How many snapshots of recurrent states are kept; 0: no prefix is shared.
-        max_snapshots: int = 0,
         clock: Callable[[], float] = time.perf_counter,  # of the engine, too
         scores: bool = True,  # whether the runner can compute log-probabilities of prompt tokens
     ) -> None:
         self.allocator = allocator
         self._most_running = max_running
         self._may_run: float = max_running  # at present: fewer after an error of the device
-        self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
+        self.prefix_cache = prefix_cache and allocator.can_share
         self.victims = victims
         self.watermark = watermark
         self.clock, self._scores = clock, scores
-        self.rewinds = rewinds
         self._plan: SnapshotPlan | None = None
-        if self.prefix_cache and not rewinds:
-            self._plan = SnapshotPlan(allocator, max_snapshots)
+        if self.prefix_cache and allocator.states is not None:
+            self._plan = SnapshotPlan(allocator)
         self.tier: Tier = NoTier()  # K/V beyond the pool, and the requests that wait for it
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
@@ -109,7 +102,6 @@ class Places:
     def _share(self, parent: Request, child: Request) -> None:
         self.allocator.fork(parent.id, child.id)
         child.num_computed = child.num_cached = parent.num_computed
-        child.num_behind = parent.num_behind
         if len(self.running) < self.max_running and not self._isolated:
             self.running[child.id] = child
         else:
@@ -148,12 +140,7 @@ class Places:
                 self._evict_parked()
         step.copies += admission.copies
         miss = self.tier.admitted(request, admission)
-        request.num_computed, request.num_behind = admission.num_cached, 0
-        request.prefix_without_state = admission.prefix_without_state
-        request.newest_snapshot = None
-        if admission.snapshot is not None:
-            request.newest_snapshot = ref(admission.snapshot)
-            step.restores.append((request, admission.snapshot))
+        request.num_computed = admission.num_cached
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
             request.prefix_miss = miss

@@ -49,8 +49,6 @@ class Scheduler(Places):
         policy: Policy = Policy.FCFS,
         victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
         watermark: int = 0,
-        rewinds: bool = True,
-        max_snapshots: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         scores: bool = True,
     ) -> None:
@@ -61,8 +59,6 @@ class Scheduler(Places):
             policy=policy,
             victims=victims,
             watermark=watermark,
-            rewinds=rewinds,
-            max_snapshots=max_snapshots,
             clock=clock,
             scores=scores,
         )
@@ -71,7 +67,7 @@ class Scheduler(Places):
         self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes)
         self.speculation: Speculation | None = None
         if drafter is not None:
-            self.speculation = Speculation(drafter, allocator, self.budget, self.rewinds)
+            self.speculation = Speculation(drafter, allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
         if open_tier is not None and self.has_tier:  # last: an open disk is locked
             self.tier = open_tier(self.budget.seconds_to_compute)
@@ -83,7 +79,7 @@ class Scheduler(Places):
         start = min(parent.num_computed, len(parent.tokens), len(child.tokens) - 1)
         can_start = parent.id in self.allocator
         if can_start and parent.num_computed > start:
-            can_start = self.rewinds and self.allocator.can_continue(parent.id, start)
+            can_start = self.allocator.can_go_back(parent.id, start)
         if can_start:
             self._share(parent, child)
             child.num_computed = start
@@ -100,6 +96,8 @@ class Scheduler(Places):
         else:
             self._schedule_all(step)
         step.stores = list(self.tier.leaving.values())
+        if self.allocator.states is not None:
+            step.released = self.allocator.take_released()
         has_drafts = self.speculation is not None and self.speculation.reads_first
         step.is_read_first = has_drafts or bool(step.loads)
         return step
@@ -130,10 +128,7 @@ class Scheduler(Places):
                 continue
             if self.prefix_cache and stop <= len(request.tokens):
                 self.allocator.register_prefix(request.id, request.keys, stop)
-                for snapshot in span.snapshots:
-                    self.allocator.attach_snapshot(request.id, request.keys, snapshot)
-            kept = stop if span.keep is None else span.keep  # wrong drafts lead back there
-            self.allocator.trim(request.id, kept, offers=self.prefix_cache)
+            self.allocator.trim(request.id, stop, offers=self.prefix_cache)
 
     def begun(self, report: StepReport) -> None:
         """Register what a step fills, which has been launched."""
@@ -152,6 +147,10 @@ class Scheduler(Places):
         if self.budget.learns:
             own_seconds = report.seconds - step.draft_seconds - report.extra_seconds
             self.budget.observe(step.work, own_seconds)
+
+    def take_released(self) -> list[int]:
+        """The ids of recurrent states that nothing holds any more."""
+        return self.allocator.take_released()
 
     def copies_done(self) -> None:
         """The copies of the step that was planned have begun, or never will."""
@@ -247,8 +246,11 @@ class Scheduler(Places):
         if not any([request.samples for request in decodes]):
             positions = [request.num_computed for request in decodes]
             with suppress(OutOfBlocksError):
-                step.copies += self.allocator.append_each([r.id for r in decodes], positions)
-                step.add_decodes(decodes, positions)
+                ids = [request.id for request in decodes]
+                step.copies += self.allocator.append_each(ids, positions)
+                has_states = self.allocator.states is not None
+                moves = self.allocator.advance_each(ids, positions) if has_states else None
+                step.add_decodes(decodes, positions, moves)
                 return
         for request in decodes:
             if request.id in self.running:  # not preempted by an earlier one
@@ -310,9 +312,10 @@ class Scheduler(Places):
         step.copies += copies
         request.num_computed = stop
         samples = stop == request.num_tokens
-        forks = self._fork_samples(request) if samples and request.samples else ()
         snapshots = self._plan.on_the_way(request, start, stop) if self._plan else ()
-        step.add(Span(request, start, stop, samples, forks, snapshots))
+        move = self.allocator.advance(request.id, start, stop, snapshots=snapshots)
+        forks = self._fork_samples(request) if samples and request.samples else ()
+        step.add(Span.of(request, start, stop, samples, move, forks))
 
     def _fork_samples(self, request: Request) -> tuple[Request, ...]:
         forks = tuple(fork for fork in request.samples if not fork.finish_reason)
@@ -361,7 +364,7 @@ class Scheduler(Places):
             return
         next_sample, *next_sample.samples = alive
         next_sample.prompt_logprobs = request.prompt_logprobs
-        if request.id in self.running and self.rewinds:
+        if request.id in self.running:
             self._share(request, next_sample)
         else:
             self.waiting.push(next_sample)

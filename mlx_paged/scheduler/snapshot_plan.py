@@ -1,7 +1,5 @@
 """At which positions requests save snapshots of their recurrent states. Knows no mlx."""
 
-from weakref import ref
-
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.request import Request
@@ -20,8 +18,7 @@ class SnapshotPlan:
     blocks find them. Decodes take no snapshots: they would copy the states once per block.
     """
 
-    def __init__(self, allocator: BlockAllocator, max_snapshots: int) -> None:
-        allocator.prefixes.require_states(max_snapshots)
+    def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
 
     def stop(self, request: Request, start: int, stop: int) -> int:
@@ -37,12 +34,13 @@ class SnapshotPlan:
         if start == request.num_tokens - 1:
             return ()  # a decode
         block_size, kept = self._allocator.block_size, self._allocator.snapshots
-        candidates = [request.prefix_without_state, *request.turn_ends]
+        states = self._allocator.states_of(request.id)
+        candidates = [states.without_state, *request.turn_ends]
         if not request.turn_ends or request.num_tokens > request.num_prompt:
             candidates.append(request.num_tokens - 1)
         ends = {position // block_size * block_size for position in candidates}
         wanted = sorted(end for end in ends if start < end <= stop)
-        snapshots, before = list[Snapshot](), request.snapshot_before
+        snapshots, before = list[Snapshot](), states.snapshot
         for position in wanted:
             before = Snapshot(position, before=before)
             snapshots.append(before)
@@ -50,15 +48,10 @@ class SnapshotPlan:
             spare = Snapshot(stop, is_spare=True, before=before)
             if kept is not None and kept.has_place(spare):
                 snapshots.append(spare)
-        if snapshots:
-            request.newest_snapshot = ref(snapshots[-1])
         return tuple(snapshots)
 
     def at_the_end(self, request: Request) -> None:
         """Keep the last states of a request that will free its registered blocks."""
         if request.num_computed > len(request.tokens):
             return
-        position = request.num_computed - request.num_behind
-        snapshot = Snapshot(position, before=request.snapshot_before)
-        if self._allocator.attach_snapshot(request.id, request.keys, snapshot):
-            request.snapshot = snapshot
+        self._allocator.keep_state(request.id, request.keys)

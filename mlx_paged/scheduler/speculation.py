@@ -67,10 +67,8 @@ class Speculation:
         drafter: Drafter,
         allocator: BlockAllocator,
         budget: ChunkBudget,
-        rewinds: bool = True,  # whether nothing is left of wrong drafts that must be taken back
     ) -> None:
         self.drafter = drafter
-        self._rewinds = rewinds
         self.reads_first = False
         self.num_drafted = self.num_accepted = self._num_plans = 0
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
@@ -94,7 +92,7 @@ class Speculation:
         step.draft_seconds = self.drafter.seconds
         reserved = self._allocator.blocks_to_append(len(decodes))
         for request, drafts in zip(depths, proposed, strict=True):
-            start, behind = request.num_computed, request.num_behind
+            start = request.num_computed
             stop = start + 1 + len(drafts)
             more = self._allocator.blocks_needed(stop) - self._allocator.blocks_needed(start)
             needed = reserved + self._allocator.blocks_to_append(more)
@@ -105,8 +103,8 @@ class Speculation:
             except OutOfBlocksError:
                 continue
             request.num_computed = stop
-            keep = None if self._rewinds else start - behind
-            step.add(Span(request, start, stop, True, drafts=tuple(drafts), keep=keep))
+            move = self._allocator.advance(request.id, start, stop, is_sure=False)
+            step.add(Span.of(request, start, stop, True, move, drafts=tuple(drafts)))
         return [request for request in decodes if request.id not in step.requests]
 
     def accept(self, step: Step, choices: list[SampledToken]) -> list[SampledToken]:
@@ -127,9 +125,7 @@ class Speculation:
     def _settle(self, span: Span, accepted: int) -> None:
         """The span's first `accepted` drafts are tokens of its request, the others are not."""
         request, drafted = span.request, len(span.drafts)
-        request.num_computed = span.start + span.behind + 1 + accepted
-        if span.keep is not None and accepted < drafted:
-            request.num_behind = request.num_computed - span.keep
+        request.num_computed = span.start + span.stored + 1 + accepted
         self._allocator.truncate(request.id, request.num_computed)
         request.num_drafted += drafted
         request.num_accepted += accepted
@@ -140,14 +136,18 @@ class Speculation:
     def _likelihood(self, request: Request) -> float:
         if not request.params.speculates or request.samples:
             return 0.0
-        if request.num_behind > MOST_BEHIND:
+        if self._behind(request) > MOST_BEHIND:
             return 0.0
         return min(self.drafter.likelihood(request), SUREST)
+
+    def _behind(self, request: Request) -> int:
+        """Computed tokens of a request whose recurrent states have to be computed again."""
+        return self._allocator.num_behind(request.id, request.num_computed)
 
     def _depths(self, likely: dict[Request, float]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""
         count, cost = len(likely), self._budget.cost
-        late = sum(request.num_behind for request in likely)
+        late = sum(map(self._behind, likely))
         plain = StepWork(count + late, sum(request.num_computed for request in likely))
         seconds = cost.predict(plain)
         hopeful = [request for request, p in likely.items() if p > 0]
@@ -166,8 +166,9 @@ class Speculation:
         for given, request in zip(gives, hopeful, strict=True):
             given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
         rows = np.ones(gives.shape)
-        if not self._rewinds:  # if the j-th is the first wrong draft, j more tokens are behind
-            behind = np.array([[request.num_behind] for request in hopeful])
+        if self._allocator.states is not None:
+            # If the j-th is the first wrong draft, j more tokens have to be computed again.
+            behind = np.array([[self._behind(request)] for request in hopeful])
             rows = rows + gives * (1 / right - 1) * (behind + np.arange(1, most + 1))
         best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
         while most:

@@ -1,13 +1,13 @@
 """What one forward pass computes, and what the engine asks of its runner. Knows no mlx."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import add
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
-from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.kv.states import Move, State
 from mlx_paged.request import Request
 
 
@@ -39,15 +39,28 @@ class Span:
     samples: bool
     # Other samples of the same prompt; each draws its first token in this step.
     forks: tuple[Request, ...] = ()
-    # Of the request's recurrent states within the span, ordered by position.
-    snapshots: tuple[Snapshot, ...] = ()
     # Guesses of the request's next tokens. They are the span's last tokens, and each position from
     # the one before them on chooses a token.
     drafts: tuple[int, ...] = ()
-    # Its first tokens whose K/V is stored already: only their recurrent states are needed.
-    behind: int = 0
-    # The request's states at this position are kept beside those after the span.
-    keep: int | None = None
+    stored: int = 0  # how many of its first tokens have K/V already
+    reads: int = 0  # id of the recurrent states with which it begins; 0: there are none
+    # The recurrent states that it leaves, ordered by position; none on a model without such layers.
+    leaves: tuple[State, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        start: int,
+        stop: int,
+        samples: bool,
+        move: Move,
+        forks: tuple[Request, ...] = (),
+        drafts: tuple[int, ...] = (),
+    ) -> "Span":
+        """A span that computes the K/V of ``[start, stop)`` and what `move` does to the states."""
+        first, reads = move.reads.position, move.reads.id
+        return cls(request, first, stop, samples, forks, drafts, start - first, reads, move.leaves)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -58,25 +71,19 @@ class Span:
         tokens = self.request.tokens[self.start : self.stop - len(self.drafts)]
         return [*tokens, *self.drafts] if self.drafts else tokens
 
-    def catch_up(self) -> None:
-        """Compute its request's states up to the span's start, too."""
-        self.behind, self.request.num_behind = self.request.num_behind, 0
-        self.start -= self.behind
-
     def pieces(self) -> list["Span"]:
-        """The span cut at its snapshots: each snapshot is the state after a piece."""
-        if not self.snapshots:
+        """The span cut at the recurrent states that it leaves: each is the state after a piece."""
+        if len(self.leaves) < 2:
             return [self]
-        pieces, start = list[Span](), self.start
-        for snapshot in self.snapshots:
-            is_last = snapshot.position == self.stop
-            samples, forks = self.samples and is_last, self.forks if is_last else ()
-            behind = 0 if pieces else self.behind
-            piece = Span(self.request, start, snapshot.position, samples, forks, (snapshot,))
-            pieces.append(replace(piece, behind=behind))
-            start = snapshot.position
-        if start < self.stop:
-            pieces.append(Span(self.request, start, self.stop, self.samples, self.forks))
+        pieces, start, reads = list[Span](), self.start, self.reads
+        for state in self.leaves:
+            is_last = state is self.leaves[-1]
+            piece = Span(self.request, start, state.position, self.samples and is_last)
+            piece.forks = self.forks if is_last else ()
+            piece.stored = max(0, self.start + self.stored - start)
+            piece.reads, piece.leaves = reads, (state,)
+            pieces.append(piece)
+            start, reads = state.position, state.id
         return pieces
 
 
@@ -91,8 +98,8 @@ class Step:
     loads: list[BlockTransfer] = field(default_factory=list)
     # Block copies to perform before any K/V is written.
     copies: list[BlockCopy] = field(default_factory=list)
-    # Snapshots from which requests' recurrent states start.
-    restores: list[tuple[Request, Snapshot]] = field(default_factory=list)
+    # Ids of recurrent states that nothing reads after this step.
+    released: list[int] = field(default_factory=list)
     # Ids of all requests that are computed, forked or preempted in this step.
     requests: set[int] = field(default_factory=set)
     work: StepWork = field(default_factory=StepWork)  # of its spans
@@ -108,33 +115,41 @@ class Step:
     is_held_back: bool = False
 
     def add(self, span: Span) -> None:
-        """Compute a span. It begins where its request's recurrent states are."""
-        span.catch_up()
+        """Compute a span."""
         self.spans.append(span)
         self.scores = self.scores or span.request.prompt_logprobs is not None
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
-        start = span.start + span.behind
+        start = span.start + span.stored
         self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - start)
         work = StepWork.chunk(span.start, len(span))
         if span.drafts or span.stop - start == 1:
             work = StepWork(work.chunk_tokens, work.chunk_context)
         self.work += work
 
-    def add_decodes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
-        """Compute the last token of each request and sample the next one."""
+    def add_decodes(
+        self,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        moves: Sequence[Move] | None = None,
+    ) -> None:
+        """Compute the last token of each request and sample the next one. `moves` are those of the
+        requests' recurrent states; None: the model has none."""
         stops = [position + 1 for position in positions]
-        self.spans += map(Span, requests, positions, stops, repeat(True))
+        if moves is None:
+            self.spans += map(Span, requests, positions, stops, repeat(True))
+        else:
+            spans = list(map(Span.of, requests, positions, stops, repeat(True), moves))
+            self.spans += spans
+            for span in spans:
+                if span.stored:
+                    _, _, rows, context = StepWork.chunk(span.start, span.stored)
+                    self.work += StepWork(rows, context)
         for request, stop in zip(requests, stops, strict=True):
             request.num_computed = stop
             self.prompt_tokens += stop <= request.num_prompt
         self.requests.update([request.id for request in requests])
         self.work += StepWork(len(stops), sum(stops))
-        if any([request.num_behind for request in requests]):
-            for span in self.spans[-len(stops) :]:
-                span.catch_up()
-                _, _, rows, context = StepWork.chunk(span.start, span.behind)
-                self.work += StepWork(rows, context)
 
     @property
     def everyone(self) -> list[Request]:
@@ -213,8 +228,8 @@ class Runner(Protocol[LaunchedT]):
     """Computes steps: the model, or a fake one in tests."""
 
     def launch(self, step: Step, before: LaunchedT | None) -> LaunchedT:
-        """Start a step. Input tokens that are not known yet come from `before`. Recurrent states
-        are restored before the spans are computed; the spans' snapshots are filled after them."""
+        """Start a step. Input tokens that are not known yet come from `before`. What the step
+        releases is forgotten after its spans, which may read it."""
 
     def transfer(
         self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
@@ -225,11 +240,9 @@ class Runner(Protocol[LaunchedT]):
     def collect(self, launched: LaunchedT) -> list[SampledToken]:
         """Wait for a step; return one token for each of its requests, in order."""
 
-    def drop(self, request: Request) -> None:
-        """Drop a request's recurrent states; if it has a snapshot, they move there."""
-
-    def fork(self, parent: Request, child: Request) -> None:
-        """Let a child start with its parent's recurrent states."""
+    def release(self, state_ids: Sequence[int]) -> None:
+        """Forget recurrent states, while no step is planned that has not been launched. A runner
+        hears of most states from the steps that release them."""
 
     def recover(self, error: BaseException | None = None) -> None:
         """Discard the steps under way and all states that `error` may have damaged. Until then, an

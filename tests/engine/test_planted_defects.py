@@ -15,6 +15,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
+from mlx_paged.kv.states import State, StateIds
 from mlx_paged.request import Request
 from mlx_paged.sampling import sampler
 from mlx_paged.sampling.grammar import GrammarState
@@ -179,7 +180,7 @@ def stop_tokens_do_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def states_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeRunner, "drop", lambda runner, request: None)
+    monkeypatch.setattr(FakeRunner, "release", lambda runner, state_ids: None)
 
 
 def beams_never_resume(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,14 +223,34 @@ def interrupts_lose_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def states_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Scheduler._allocate
+    """The first span after a known prefix begins with no state."""
+    whole = StateIds.begin
 
-    def allocate(scheduler, step, request, spare):
-        done = whole(scheduler, step, request, spare)
-        step.restores.clear()
-        return done
+    def begin(states, found, without_state=0):
+        begun = whole(states, found, without_state)
+        states.release(begun.newest.id)
+        begun.newest = State(0, begun.newest.position)
+        return begun
 
-    monkeypatch.setattr(Scheduler, "_allocate", allocate)
+    monkeypatch.setattr(StateIds, "begin", begin)
+
+
+def the_state_with_a_wrong_draft_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = StateIds.settle
+
+    def settle(states, of_sequence, num_tokens):
+        if of_sequence.newest.position > num_tokens:
+            of_sequence.newest = State(of_sequence.newest.id, num_tokens)
+        whole(states, of_sequence, num_tokens)
+
+    monkeypatch.setattr(StateIds, "settle", settle)
+
+
+def a_fork_does_not_hold_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork(states, parent):
+        return replace(parent, planned=[])
+
+    monkeypatch.setattr(StateIds, "fork", fork)
 
 
 def snapshots_outlive_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,13 +258,13 @@ def snapshots_outlive_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_snapshot_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = BlockAllocator.attach_snapshot
+    whole = GroupPrefixes.attach
 
-    def keep(allocator, request_id, tokens, snapshot):
+    def keep(prefixes, sequence, tokens, snapshot):
         snapshot.position = max(1, snapshot.position - 1)
-        return whole(allocator, request_id, tokens, snapshot)
+        return whole(prefixes, sequence, tokens, snapshot)
 
-    monkeypatch.setattr(BlockAllocator, "attach_snapshot", keep)
+    monkeypatch.setattr(GroupPrefixes, "attach", keep)
 
 
 def more_snapshots_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +378,8 @@ DEFECTS = (
     a_snapshot_in_the_place_of_another,
     more_snapshots_than_allowed,
     snapshots_filled_too_late,
+    the_state_with_a_wrong_draft_stays,
+    a_fork_does_not_hold_its_state,
     long_prompts_never_overdue,
 )
 

@@ -142,7 +142,8 @@ class StepArrays:
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self.profile: ModelProfile = probe(model)
         plan = plan_pool(self.profile.shapes, self.profile.windows, BLOCK_SIZE)
-        self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512)
+        max_snapshots = 0 if self.profile.recurrent else None
+        self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512, max_snapshots)
         self._pool = KVPool((), 1, BLOCK_SIZE, plan, capacity=1)
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self._pool)
         self._runner.cpu_layers.diverted = nullcontext  # type: ignore[method-assign]
@@ -175,8 +176,7 @@ class StepArrays:
                 outputs.extend(name for name, *_ in entry["outputs"])
 
         held = self._runner.states
-        for ended in [seq_id for seq_id in held._held if seq_id not in self.blocks]:
-            held.drop(ended)
+        held.release({*step.released} - {span.reads for span in step.spans})
         before, names = _states(held), self._names
         shapes: dict[Place, mx.array] = {}
 
@@ -210,8 +210,7 @@ class StepArrays:
 
 def _joined(held: RecurrentStates) -> dict[int, States]:
     """The states after the newest tokens of all sequences, joined as they are."""
-    newest = (joined for states in held._held.values() for joined, _ in [*states.values()][-1:])
-    return {id(joined): joined.states for joined in newest}
+    return {id(joined): joined.states for joined, _ in held._held.values()}
 
 
 def _states(held: RecurrentStates) -> dict[Place, mx.array]:

@@ -76,9 +76,7 @@ def replayed(
     with metals_ops(), nullcontext() if even_lengths else exact:
         arrays = StepArrays(model, 100_000)
         options = {"max_stall": max_stall, "few_sizes": few_sizes}
-        scheduler = Scheduler(
-            arrays.blocks, 32, 512, rewinds=not arrays.profile.recurrent, **options
-        )
+        scheduler = Scheduler(arrays.blocks, 32, 512, **options)
         for step in steps_of(scheduler, seed, num_steps, longest):
             computed = arrays.ops(step)
             for device in devices:

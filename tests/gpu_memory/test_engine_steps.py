@@ -91,7 +91,7 @@ def test_a_recurrent_state_is_held_once_until_its_sequence_ends():
     held = []
     with metals_ops():
         arrays, device = StepArrays(model, 100), Device(Allocator())
-        scheduler = Scheduler(arrays.blocks, 4, 512, rewinds=False)
+        scheduler = Scheduler(arrays.blocks, 4, 512)
         for request in requests:
             scheduler.add(request)
         for number in range(8):

@@ -14,7 +14,6 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_match import MissReason
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.kv.snapshots import Snapshot
 
 SMALL, LARGE = KVShape(2, 8, 8, mx.float16), KVShape(2, 16, 16, mx.float16)
 SIZE = 4
@@ -97,6 +96,7 @@ def grown(allocator: BlockAllocator, seq_id: int, tokens: list[int], chunk: int)
     while start < len(tokens):
         stop = min(len(tokens), start + chunk)
         allocator.make_writable(seq_id, start, stop)
+        allocator.advance(seq_id, start, stop)
         allocator.store.copies_done()
         most = max(most, allocator.store.blocks_in_use)
         allocator.register_prefix(seq_id, tokens, stop)
@@ -124,19 +124,18 @@ class TestSequences:
     ):
         groups = [LayerGroup(window, members, pieces)] + [LayerGroup()] * (not recurrent)
         largest = BlockAllocator(1, SIZE, groups, chunk).max_blocks(num_tokens + num_more)
-        allocator = BlockAllocator(largest, SIZE, groups, chunk)
-        if recurrent:
-            allocator.prefixes.require_states(1)
+        allocator = BlockAllocator(largest, SIZE, groups, chunk, 1 if recurrent else None)
         tokens = list(range(num_tokens + num_more))
         known = tokens[: min(num_known, num_tokens)]
         grown(allocator, 1, known, chunk)
         allocator.register_tail(1, known, len(known))
         if recurrent and known:
-            allocator.attach_snapshot(1, known, Snapshot(len(known), states=()))
+            allocator.keep_state(1, known)
         allocator.free(1)
         grown(allocator, 0, tokens[:num_tokens], chunk)
         for position in range(num_tokens, len(tokens)):
             allocator.make_writable(0, position, position + 1)
+            allocator.advance(0, position, position + 1)
             allocator.register_prefix(0, tokens, position + 1)
             allocator.trim(0, position + 1, offers=True)
         allocator.check_integrity()

@@ -10,6 +10,7 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from mlx_paged.kv.states import Move, State
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -19,22 +20,20 @@ BLOCK = 8
 
 
 def make_allocator(num_blocks: int = 16, most: int = 8) -> BlockAllocator:
-    allocator = BlockAllocator(num_blocks, BLOCK)
-    allocator.prefixes.require_states(most)
-    return allocator
+    return BlockAllocator(num_blocks, BLOCK, max_snapshots=most)
 
 
 def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> list[Snapshot]:
     """Let a sequence come and go that leaves its K/V, and states at these positions."""
-    snapshots = [Snapshot(position, states=f"after {position}") for position in positions]
     allocator.admit(-1, len(tokens), tokens)
     allocator.store.copies_done()
     allocator.register_tail(-1, tokens, len(tokens))
-    for snapshot in snapshots:
-        allocator.attach_snapshot(-1, tokens, snapshot)
+    for position in positions:
+        allocator.advance(-1, 0, position)
+        allocator.keep_state(-1, tokens)
     allocator.free(-1)
     allocator.check_integrity()
-    return snapshots
+    return list(allocator.snapshots._by_key.values())
 
 
 def admitted(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
@@ -86,12 +85,6 @@ class TestWhatIsFound:
         admission = allocator.admit(1, 20, [*range(13), *range(50, 57)])
         assert admission.num_cached == 13 and len(admission.copies) == 1
 
-    def test_one_that_is_not_filled_yet_is_not_there(self):
-        allocator = make_allocator()
-        (snapshot,) = finished(allocator, list(range(16)), 16)
-        snapshot.states = None
-        assert admitted(allocator, list(range(20))).num_cached == 0
-
     def test_a_longer_text_takes_over_what_its_beginning_left(self):
         """Whose own block is of no further use then, and the first to be evicted."""
         allocator = make_allocator(num_blocks=3)
@@ -118,8 +111,7 @@ class TestWhatIsFound:
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
     )
     def test_is_the_longest_beginning_with_a_state(self, texts, prompt):
-        allocator = BlockAllocator(256, 3)
-        allocator.prefixes.require_states(100)
+        allocator = BlockAllocator(256, 3, max_snapshots=100)
         kept = set()
         for tokens, position in texts:
             position = min(position, len(tokens))
@@ -136,9 +128,7 @@ class TestBesideWindows:
     GROUPS = LayerGroup(), LayerGroup(5, 2)
 
     def allocator(self, num_blocks: int, groups=GROUPS) -> BlockAllocator:
-        allocator = BlockAllocator(num_blocks, 4, groups, chunk=4)
-        allocator.prefixes.require_states(100)
-        return allocator
+        return BlockAllocator(num_blocks, 4, groups, chunk=4, max_snapshots=100)
 
     def live(self, allocator: BlockAllocator, tokens: list[int], positions: set[int]) -> None:
         """Let a sequence come and go, in chunks of a block, that leaves states at positions."""
@@ -147,13 +137,13 @@ class TestBesideWindows:
             stop = min(start - start % 4 + 4, len(tokens))
             allocator.make_writable(-1, start, stop)
             allocator.store.copies_done()
+            taken = [Snapshot(stop)] if stop in positions else []
+            allocator.advance(-1, start, stop, snapshots=taken)
             allocator.register_prefix(-1, tokens, stop)
-            if stop in positions:
-                allocator.attach_snapshot(-1, tokens, Snapshot(stop, states=stop))
             allocator.trim(-1, stop, offers=True)
             start = stop
         allocator.register_tail(-1, tokens, len(tokens))
-        allocator.attach_snapshot(-1, tokens, Snapshot(len(tokens), states=len(tokens)))
+        allocator.keep_state(-1, tokens)
         allocator.free(-1)
         allocator.check_integrity()
 
@@ -197,9 +187,9 @@ class TestHowManyAreKept:
     def test_the_one_unused_longest_goes_first(self):
         snapshots = Snapshots(3)
         for block in range(3):
-            snapshots.add(block, BLOCK, Snapshot(BLOCK, states="s"))
+            snapshots.add(block, BLOCK, Snapshot(BLOCK))
         snapshots.use(snapshots.get(0, BLOCK))
-        snapshots.add(3, BLOCK, Snapshot(BLOCK, states="s"))
+        snapshots.add(3, BLOCK, Snapshot(BLOCK))
         assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
 
     def test_asking_what_is_known_is_no_use(self):
@@ -213,20 +203,20 @@ class TestHowManyAreKept:
     def test_those_that_save_few_tokens_go_first(self):
         """Unless they are used, often or lately."""
         snapshots = Snapshots(3)
-        kept = [Snapshot(position, states="s") for position in (100, 130, 90)]
+        kept = [Snapshot(position) for position in (100, 130, 90)]
         kept[1].before = kept[0]  # saves 30
         for block, snapshot in enumerate(kept):
             snapshots.add(block, BLOCK, snapshot)
-        snapshots.add(3, BLOCK, Snapshot(55, states="s"))
+        snapshots.add(3, BLOCK, Snapshot(55))
         assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
         snapshots.use(snapshots.get(3, BLOCK))  # it now counts 30 + 2 * 55
-        snapshots.add(4, BLOCK, Snapshot(70, states="s"))
+        snapshots.add(4, BLOCK, Snapshot(70))
         assert [block for block in range(5) if block in snapshots] == [0, 3, 4]
 
     def test_what_saves_nothing_beyond_another_saves_more_without_it(self):
         snapshots = Snapshots(2)
-        first = Snapshot(50, states="s")
-        second = Snapshot(58, states="s", before=first)
+        first = Snapshot(50)
+        second = Snapshot(58, before=first)
         snapshots.add(0, BLOCK, first)
         snapshots.add(1, BLOCK, second)
         assert second.value == 8
@@ -235,23 +225,23 @@ class TestHowManyAreKept:
 
     def test_new_ones_replace_valuable_ones_in_the_end(self):
         snapshots = Snapshots(1)
-        snapshots.add(0, BLOCK, Snapshot(90, states="s"))
-        kept = [snapshots.add(n, BLOCK, Snapshot(40, states="s")) for n in (1, 2, 3)]
+        snapshots.add(0, BLOCK, Snapshot(90))
+        kept = [snapshots.add(n, BLOCK, Snapshot(40)) for n in (1, 2, 3)]
         assert kept == [False, False, True]
 
     def test_a_spare_one_takes_nobodys_place_and_gives_its_own(self):
         snapshots = Snapshots(2)
-        assert snapshots.add(0, BLOCK, Snapshot(BLOCK, states="s"))
-        assert snapshots.add(1, BLOCK, Snapshot(BLOCK, is_spare=True, states="s"))
-        assert not snapshots.add(2, BLOCK, Snapshot(BLOCK, is_spare=True, states="s"))
-        assert snapshots.add(3, BLOCK, Snapshot(BLOCK, states="s"))
+        assert snapshots.add(0, BLOCK, Snapshot(BLOCK))
+        assert snapshots.add(1, BLOCK, Snapshot(BLOCK, is_spare=True))
+        assert not snapshots.add(2, BLOCK, Snapshot(BLOCK, is_spare=True))
+        assert snapshots.add(3, BLOCK, Snapshot(BLOCK))
         assert [block for block in range(4) if block in snapshots] == [0, 3]
 
     def test_a_second_one_of_the_same_place_is_not_wanted(self):
         snapshots = Snapshots(2)
-        first = Snapshot(BLOCK, states="s")
+        first = Snapshot(BLOCK)
         assert snapshots.add(0, BLOCK, first)
-        assert not snapshots.add(0, BLOCK, Snapshot(BLOCK, states="t"))
+        assert not snapshots.add(0, BLOCK, Snapshot(BLOCK))
         assert snapshots.get(0, BLOCK) is first and len(snapshots) == 1
 
     def test_one_goes_with_its_block(self):
@@ -268,7 +258,9 @@ class TestHowManyAreKept:
         allocator.admit(1, 30, list(range(30)))
         allocator.forget_prefixes()
         assert (len(allocator.snapshots), allocator.snapshots.max_snapshots) == (0, 8)
-        assert not allocator.attach_snapshot(1, list(range(30)), Snapshot(24, states="s"))
+        allocator.advance(1, 0, 24)
+        allocator.keep_state(1, list(range(30)))
+        assert len(allocator.snapshots) == 0
         allocator.check_integrity()
 
     def test_at_least_one(self):
@@ -288,7 +280,7 @@ def too_many(allocator: BlockAllocator) -> None:
 
 def past_its_block(allocator: BlockAllocator) -> None:
     block, _ = next(iter(allocator.snapshots._by_key))
-    allocator.snapshots.add(block, BLOCK + 1, Snapshot(BLOCK + 1, states="s"))
+    allocator.snapshots.add(block, BLOCK + 1, Snapshot(BLOCK + 1))
 
 
 def at_another_position(allocator: BlockAllocator) -> None:
@@ -321,23 +313,25 @@ class TestWhereTheyAreTaken:
     @staticmethod
     def spans(
         num_prompt: int, prefill_chunk: int, most: int = 100, turn_ends=(), **options
-    ) -> list[Span]:
-        """The spans that compute a prompt."""
-        allocator = BlockAllocator(64, BLOCK)
-        scheduler = Scheduler(
-            allocator, 4, prefill_chunk, rewinds=False, max_snapshots=most, **options
-        )
+    ) -> list[tuple[Span, list[Snapshot]]]:
+        """The spans that compute a prompt, each with the snapshots on the way."""
+        allocator = BlockAllocator(64, BLOCK, max_snapshots=most)
+        scheduler = Scheduler(allocator, 4, prefill_chunk, **options)
         request = Request(0, list(range(num_prompt)), SamplingParams(max_tokens=40), seed=0)
         request.turn_ends = turn_ends
         scheduler.add(request)
         spans = []
         while request.num_computed < num_prompt:
-            spans += scheduler.schedule().spans
+            (span,) = scheduler.schedule().spans
+            planned = allocator.states_of(0).planned
+            spans.append((span, [s for s in planned if s.position > span.start]))
+            left = [state.position for state in span.leaves]
+            assert left == sorted({*[s.position for s in spans[-1][1]], span.stop})
         return spans
 
     @staticmethod
-    def taken(spans: list[Span]) -> list[tuple[int, list[int]]]:
-        return [(span.stop, [s.position for s in span.snapshots]) for span in spans]
+    def taken(spans: list[tuple[Span, list[Snapshot]]]) -> list[tuple[int, list[int]]]:
+        return [(span.stop, [s.position for s in snapshots]) for span, snapshots in spans]
 
     @pytest.mark.parametrize(
         ("num_prompt", "expected"),
@@ -354,47 +348,53 @@ class TestWhereTheyAreTaken:
     def test_after_the_last_whole_block_and_at_the_ends_of_chunks(self, num_prompt, expected):
         spans = self.spans(num_prompt, prefill_chunk=27)
         assert self.taken(spans) == expected
-        spare = [s.position for span in spans for s in span.snapshots if s.is_spare]
+        spare = [s.position for _, snapshots in spans for s in snapshots if s.is_spare]
         assert spare == ([24] if num_prompt == 50 else [])
 
     def test_at_the_ends_of_turns_instead_of_the_last_block(self):
         spans = self.spans(50, prefill_chunk=27, turn_ends=(19, 45, 47))
         assert self.taken(spans) == [(24, [16, 24]), (50, [40])]
-        (first, spare), (last,) = (span.snapshots for span in spans)
+        (first, spare), (last,) = (snapshots for _, snapshots in spans)
         assert spare.before is first and last.before is spare and spare.is_spare
         assert first.before is None and not first.is_spare
 
     def test_chunks_smaller_than_a_block_advance_all_the_same(self):
-        assert [span.stop for span in self.spans(20, prefill_chunk=5)] == [5, 8, 13, 16, 20]
-        assert [span.stop for span in self.spans(6, prefill_chunk=1)] == [1, 2, 3, 4, 5, 6]
+        spans = self.spans(20, prefill_chunk=5), self.spans(6, prefill_chunk=1)
+        stops = [[span.stop for span, _ in of_prompt] for of_prompt in spans]
+        assert stops == [[5, 8, 13, 16, 20], [1, 2, 3, 4, 5, 6]]
 
     def test_not_of_decodes(self):
         spans = self.spans(9, prefill_chunk=32)
-        request = spans[0].request
-        allocator = BlockAllocator(64, BLOCK)
-        scheduler = Scheduler(allocator, 4, 32, rewinds=False, max_snapshots=4)
+        request = spans[0][0].request
+        allocator = BlockAllocator(64, BLOCK, max_snapshots=4)
+        scheduler = Scheduler(allocator, 4, 32)
         request.num_computed = 0
         scheduler.add(request)
         scheduler.schedule()
         for _ in range(20):
             request.tokens.append(1)
             (span,) = scheduler.schedule().spans
-            assert len(span) == 1 and not span.snapshots
+            assert len(span) == 1 and len(span.leaves) == 1
 
     def test_nowhere_without_a_prefix_cache(self):
         spans = self.spans(50, prefill_chunk=27, prefix_cache=False)
         assert self.taken(spans) == [(27, []), (50, [])]
 
-    def test_a_span_is_cut_at_its_snapshots(self):
+    def test_a_span_is_cut_at_the_states_that_it_leaves(self):
         request = Request(0, list(range(30)), SamplingParams(), seed=0)
-        snapshots = (Snapshot(8), Snapshot(24))
+        leaves = State(6, 8), State(7, 24), State(8, 30)
         fork = Request(1, list(range(30)), SamplingParams(), seed=0)
-        pieces = Span(request, 3, 30, True, (fork,), snapshots).pieces()
+        move = Move(State(5, 3), leaves)
+        pieces = Span.of(request, 3, 30, True, move, (fork,)).pieces()
         assert [(p.start, p.stop, p.samples, p.forks) for p in pieces] == [
             (3, 8, False, ()),
             (8, 24, False, ()),
             (24, 30, True, (fork,)),
         ]
-        assert [p.snapshots for p in pieces] == [snapshots[:1], snapshots[1:], ()]
-        (whole,) = Span(request, 3, 24, False, (), snapshots[1:]).pieces()
-        assert (whole.start, whole.stop, whole.snapshots) == (3, 24, snapshots[1:])
+        assert [(p.reads, p.leaves) for p in pieces] == [
+            (5, leaves[:1]),
+            (6, leaves[1:2]),
+            (7, leaves[2:]),
+        ]
+        (whole,) = Span.of(request, 3, 24, False, Move(State(5, 3), leaves[1:2])).pieces()
+        assert (whole.start, whole.stop, whole.leaves) == (3, 24, leaves[1:2])

@@ -19,7 +19,7 @@ CORE = {
     "beams": 5,
     "profiling": 1,
     "kv_bits": 8,
-    "states": 22,
+    "states": 20,
     "windows": 13,
     "cascade": 6,
     "compiled": 9,
@@ -56,9 +56,7 @@ WRITERS = {
     "is_reusable": 1,
     "keep_blocks": 1,
     "logprobs": 5,
-    "newest_snapshot": 2,
     "num_accepted": 1,
-    "num_behind": 4,
     "num_cached": 1,
     "num_computed": 5,
     "num_drafted": 1,
@@ -70,7 +68,6 @@ WRITERS = {
     "num_tokens": 2,
     "params": 1,
     "prefix_miss": 1,
-    "prefix_without_state": 1,
     "priority": 0,
     "private_start": 2,
     "private_stop": 2,
@@ -82,7 +79,7 @@ WRITERS = {
     "seed": 0,
     "seen_keys": 0,
     "sight": 0,
-    "snapshot": 3,
+    "states": 1,
     "tokens": 5,
     "top_logprobs": 1,
     "turn_ends": 1,
@@ -92,7 +89,7 @@ WRITERS = {
 INTERNALS = {
     "private": 0,
     "scheduler": 8,
-    "allocator": 41,
+    "allocator": 40,
 }
 """Reads of another room's internals: underscores, the scheduler's, the allocator's."""
 

@@ -128,9 +128,9 @@ def overwrite_all_kv(engine: Engine, step: int, ids: list[int]) -> None:
 def swap_states(engine: Engine, step: int, ids: list[int]) -> None:
     """The state of one sequence in the place of another's."""
     if step == 2:
-        held = engine.runner.states._held
-        (other,) = held[ids[1]].values()
-        held[ids[0]] = dict.fromkeys(held[ids[0]], other)
+        held, allocator = engine.runner.states._held, engine.manager.allocator
+        first, other = (allocator.state(request_id).id for request_id in ids[:2])
+        held[first] = held[other]
 
 
 one_in_twelve = pytest.mark.sampled(12)

@@ -105,9 +105,9 @@ def test_a_compiled_step_runs_no_code_of_the_model(name, monkeypatch):
     assert num_traces(engine) == before
 
 
-def poisoned(states: RecurrentStates, seq_ids, positions, padding: int = 0) -> None:
+def poisoned(states: RecurrentStates, state_ids, padding: int = 0) -> None:
     """NaN in the states of all rows of padding, at each step."""
-    load(states, seq_ids, positions, padding)
+    load(states, state_ids, padding)
     if padding:
         states.loaded = [
             [a if a is None else mx.concatenate([a[:-padding], _nan(a[-padding:])]) for a in layer]
@@ -216,13 +216,14 @@ def test_states_stay_joined_between_steps(monkeypatch):
         engine.step()
     is_same = []
 
-    def compare_loaded(states: RecurrentStates, seq_ids, positions, padding: int = 0) -> None:
-        left = states.arrays(seq_ids)
-        load(states, seq_ids, positions, padding)
+    def compare_loaded(states: RecurrentStates, state_ids, padding: int = 0) -> None:
+        left = states.arrays(state_ids)
+        load(states, state_ids, padding)
         is_same.append([id(a) for layer in states.loaded for a in layer] == [*map(id, left)])
 
     monkeypatch.setattr(RecurrentStates, "load", compare_loaded)
     for _ in range(4):
         engine.step()
     assert is_same == [True] * 4
-    assert len(engine.runner.states.arrays(ids)) == 1
+    newest = [engine.manager.allocator.state(request_id).id for request_id in ids]
+    assert len(engine.runner.states.arrays(newest)) == 1

@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -12,11 +13,26 @@ from mlx_paged import Engine
 from mlx_paged.engine import service
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
+from mlx_paged.options import PoolConfig
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables
 from mlx_paged.runner.model_runner import LaunchedStep
-from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.runner.ranks import LeadingRunner, Ranks, _shared, joined, why_whole
+from mlx_paged.runner.plan import (
+    VERSION,
+    DigestMismatch,
+    MirroredAllocator,
+    PlanReader,
+    PlanWriter,
+)
+from mlx_paged.runner.ranks import (
+    LeadingRunner,
+    Ranks,
+    _shared,
+    first_frame,
+    joined,
+    read_first_frame,
+    why_whole,
+)
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step, StepReport
 from tests.support import TIMEOUT
@@ -288,7 +304,6 @@ class Pair:
 
     def drop(self, request):
         self.own.free(request.id)
-        self.writer.drop(request)
 
 
 def test_entries_of_several_blocks_are_the_same_blocks():
@@ -359,3 +374,14 @@ def test_a_leading_runner_says_why_decodes_are_plain():
     runner = Engine(tiny_model("llama"), num_blocks=8, compile=False).runner
     ranks = SimpleNamespace(group=SimpleNamespace(size=lambda: 1))
     assert LeadingRunner(ranks, runner, []).why_plain == runner.why_plain == "not asked for"
+
+
+@pytest.mark.parametrize("version", [None, VERSION + 1])
+def test_frames_of_another_version_are_refused(version):
+    """The first version had the configuration alone in its first frame."""
+    config = PoolConfig(num_blocks=8)
+    assert read_first_frame(first_frame(config)) == config
+    content = asdict(config) if version is None else {"version": version, "config": {}}
+    message = f"frames of version {version or 1}, this rank reads version {VERSION}: expected"
+    with pytest.raises(ValueError, match=message):
+        read_first_frame(json.dumps(content).encode())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged.kv.states import Move, State
 from mlx_paged.request import Request
 from mlx_paged.runner.recurrent_states import RecurrentStates, forms_of
 from mlx_paged.sampling_params import SamplingParams
@@ -18,29 +19,65 @@ from mlx_paged.scheduler.step import Span
 
 class Layers:
     """Two recurrent layers of three arrays: one keeps every token that it sees up to four, one
-    counts them, one is never used. `expected` has each sequence's own tokens."""
+    counts them, one is never used. `expected` has each sequence's own tokens, and `newest` the id
+    of its state."""
 
     def __init__(self) -> None:
         self.caches = [ArraysCache(3), ArraysCache(3)]
         self.states = RecurrentStates(self.caches)
         self.expected: dict[int, list[int]] = {}
+        self.newest: dict[int, int] = {}
+        self.num_ids = 0
 
     def step(self, *seq_ids: int, padding: int = 0) -> None:
-        """A forward of one token of each sequence."""
-        with self.states.computing(self.spans(seq_ids), False, padding):
+        """A forward of one token of each sequence, which forgets what it reads."""
+        spans = self.spans(seq_ids)
+        with self.states.computing(spans, False, padding):
             self._forward(seq_ids, padding)
+        self.newest |= {span.request.id: span.leaves[0].id for span in spans}
+        self.release(*[span.reads for span in spans])
 
     def spans(self, seq_ids: Iterable[int]) -> list[Span]:
         """The next token of each sequence."""
-        lengths = {seq_id: len(self.expected.get(seq_id, ())) for seq_id in seq_ids}
+        params, spans = SamplingParams(), []
+        for seq_id in seq_ids:
+            start, reads = len(self.expected.get(seq_id, ())), self.newest.get(seq_id, 0)
+            self.num_ids += 1
+            move = Move(State(reads, start), (State(self.num_ids, start + 1),))
+            spans.append(Span.of(Request(seq_id, [], params, 0), start, start + 1, True, move))
+        return spans
+
+    def fork(self, parent: int, child: int) -> None:
+        self.newest[child] = self.newest[parent]
+        self.expected[child] = list(self.expected[parent])
+
+    def drop(self, seq_id: int) -> None:
+        del self.expected[seq_id]
+        self.release(self.newest.pop(seq_id))
+
+    def release(self, *state_ids: int) -> None:
+        """Forget those that no sequence has."""
+        self.states.release({*state_ids} - {*self.newest.values()})
+
+    def ids(self, seq_ids: Iterable[int]) -> list[int]:
+        return [self.newest[seq_id] for seq_id in seq_ids]
+
+    def separate(self, *seq_ids: int) -> list[mx.array]:
+        """The new arrays if these sequences have just been computed."""
         params = SamplingParams()
-        return [Span(Request(i, [], params, 0), n, n + 1, True) for i, n in lengths.items()]
+        spans = [
+            Span.of(Request(i, [], params, 0), 0, 1, True, Move(State(0, 0), (State(each, 1),)))
+            for i, each in zip(seq_ids, self.ids(seq_ids), strict=True)
+        ]
+        return self.states.arrays(self.states.separate(spans))
 
     def copy(self, seq_id: int) -> Any:
-        return self.states.copy(seq_id, len(self.expected.get(seq_id, ())))
+        return self.states.copy(self.newest[seq_id])
 
     def restore(self, seq_id: int, states: Any, tokens: list[int]) -> None:
-        self.states.restore(seq_id, len(tokens), states)
+        self.num_ids += 1
+        self.newest[seq_id] = self.num_ids
+        self.states.put(self.num_ids, states)
         self.expected[seq_id] = list(tokens)
 
     def _forward(self, seq_ids: tuple[int, ...], padding: int) -> None:
@@ -65,7 +102,7 @@ class Layers:
 
     def joined(self) -> mx.array:
         """What the next step of the sequences would get if nothing is copied."""
-        return self.states.arrays(self.expected)[0]
+        return self.states.arrays(self.newest.values())[0]
 
 
 @pytest.fixture
@@ -76,10 +113,10 @@ def layers() -> Layers:
 def test_nothing_is_copied_while_the_same_sequences_decode(layers):
     for _ in range(6):
         layers.step(1, 2, 3, padding=1)
-        assert len(layers.states.arrays([1, 2, 3])) == 4  # of both layers, not of each sequence
+        ids = layers.ids([1, 2, 3])
+        assert len(layers.states.arrays(ids)) == 4  # of both layers, not of each sequence
         joined = layers.joined()
-        spans = layers.spans([1, 2, 3])
-        layers.states.load([1, 2, 3], [span.start for span in spans], 1)
+        layers.states.load(ids, 1)
         assert layers.caches[0][0] is joined
     layers.check()
 
@@ -105,9 +142,9 @@ def test_however_many_come_from_two_batches_each_array_is_gathered_once():
         for ids in (range(0, count, 2), range(1, count, 2)):
             for _ in range(4):
                 layers.step(*ids)
-        mx.eval(layers.states.arrays(range(count)))
-        spans = layers.spans(range(count))
-        layers.states.load([*range(count)], [span.start for span in spans])
+        ids = layers.ids(range(count))
+        mx.eval(layers.states.arrays(ids))
+        layers.states.load(ids)
         graph = StringIO()
         mx.export_to_dot(graph, *[a for c in layers.caches for a in c.cache if a is not None])
         layers.step(*range(count))
@@ -120,14 +157,17 @@ def test_however_many_come_from_two_batches_each_array_is_gathered_once():
 def test_rows_of_a_waiting_sequence_become_arrays_of_its_own(layers):
     for _ in range(4):
         layers.step(1, 2, 3, 4)
-    layers.states.fork(3, 5)
-    layers.expected[5] = list(layers.expected[3])
-    assert layers.states.separate([1, 2, 3, 4, 5]) == []
+    layers.fork(3, 5)
+    assert layers.separate(1, 2, 3, 4) == []
+    assert layers.separate(1, 2) == [], "each row is a state that is kept"
     joined = layers.joined()
-    own = layers.states.separate([1, 2])  # twice two layers of two arrays: 5 is as 3
-    assert [array.shape[0] for array in own] == [1] * 8
-    assert layers.joined() is joined and layers.states.separate([1, 2]) == []
+    layers.drop(4)
+    own = layers.separate(1, 2)  # two layers of two arrays: 5 is as 3
+    assert [array.shape[0] for array in own] == [1] * 4
+    assert layers.joined() is joined and layers.separate(1, 2) == []
     layers.check()
+    for _ in range(4):
+        layers.step(4)
     layers.step(2, 4, 5, 1)
     layers.check()
 
@@ -143,21 +183,18 @@ def test_sequences_join(layers):
 
 def test_a_fork_goes_its_own_way(layers):
     layers.step(1, 2)
-    layers.states.fork(2, 3)
-    layers.expected[3] = list(layers.expected[2])
+    layers.fork(2, 3)
     layers.step(1, 2, 3)
     layers.check()
-    layers.states.drop(2)
-    del layers.expected[2]
+    layers.drop(2)
     layers.step(3, 1)
     layers.check()
 
 
 def test_a_dropped_sequence_starts_empty(layers):
     layers.step(1, 2)
-    layers.states.drop(1)
-    del layers.expected[1]
-    assert layers.copy(1) is None
+    layers.drop(1)
+    assert len(layers.states) == 1
     layers.step(1)
     layers.step(1)
     layers.step(2)
@@ -200,13 +237,15 @@ def test_only_states_of_the_same_form_are_alike(layers):
 
 def test_values_of_padding_reach_no_sequence(layers):
     for _ in range(4):
-        with layers.states.computing(layers.spans([1, 2]), False, 2):
+        spans = layers.spans([1, 2])
+        with layers.states.computing(spans, False, 2):
             layers._forward((1, 2), 2)
             for cache in layers.caches:
                 cache.cache[:] = [
                     None if a is None else mx.concatenate([a[:2], mx.full(a[2:].shape, mx.nan)])
                     for a in cache.cache
                 ]
+        layers.newest |= {span.request.id: span.leaves[0].id for span in spans}
         layers.step(3)
     for rows, padding in (((1, 2), 2), ((1, 2, 3), 2), ((2, 1), 1), ((1,), 3), ((3, 1), 0)):
         layers.step(*rows, padding=padding)
@@ -223,19 +262,18 @@ def test_random_courses(layers):
                 layers.step(number)  # its states grow no more
         elif kind == 1:
             child = 1000 + number
-            layers.states.fork(live[-1], child)
-            layers.expected[child] = list(layers.expected[live[-1]])
+            layers.fork(live[-1], child)
             live.append(child)
         elif kind == 2:
-            gone = live.pop(int(rng.integers(len(live))))
-            layers.states.drop(gone)
-            del layers.expected[gone]
+            layers.drop(live.pop(int(rng.integers(len(live)))))
         else:
             if rng.random() < 0.2:
                 rng.shuffle(live)
             chosen = [seq_id for seq_id in live if rng.random() < 0.8]
             if chosen:
                 layers.step(*chosen, padding=int(rng.integers(3)))
+                if rng.random() < 0.3:
+                    layers.separate(*chosen)
         if number % 20 == 0:
             layers.check()
     layers.check()

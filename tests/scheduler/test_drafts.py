@@ -44,10 +44,15 @@ class Always:
 
 
 def scheduler_with(
-    drafter: Always, num_blocks: int = 100, row_seconds: float = 0.0001, **options: float
+    drafter: Always,
+    num_blocks: int = 100,
+    row_seconds: float = 0.0001,
+    has_states: bool = False,
+    **options: float,
 ) -> Scheduler:
     """A scheduler that knows its costs: a step takes 10 ms and as much more for each row."""
-    scheduler = Scheduler(BlockAllocator(num_blocks, 4), 8, 64, drafter=drafter, **options)
+    allocator = BlockAllocator(num_blocks, 4, max_snapshots=0 if has_states else None)
+    scheduler = Scheduler(allocator, 8, 64, drafter=drafter, **options)
     for rows in (1, 8, 64, 1, 8, 64):
         scheduler.budget.observe(StepWork(rows, 10 * rows), 0.010 + row_seconds * rows)
     return scheduler
@@ -288,43 +293,58 @@ def test_requests_that_may_keep_a_state_or_do_not_want_drafts_get_none(params):
 
 def test_after_wrong_drafts_the_states_are_computed_again_with_the_next_token():
     drafter = Always()
-    scheduler = scheduler_with(drafter, rewinds=False)
+    scheduler = scheduler_with(drafter, has_states=True)
+    allocator = scheduler.allocator
+
+    def num_behind() -> int:
+        return allocator.num_behind(request.id, request.num_computed)
+
     (request,) = started(scheduler, 6)
+    first = allocator.state(request.id)
     step = scheduler.schedule()
     (span,) = step.spans
-    assert (span.start, span.behind, span.keep) == (6, 0, 6) and span.drafts
+    assert (span.start, span.stored, span.reads) == (6, 0, first.id) and span.drafts
     drafter.token = RIGHT + 1
     finish(scheduler, step)
-    assert request.num_behind == 0, "all were right"
+    assert num_behind() == 0, "all were right"
+    right = allocator.state(request.id)
+    assert (right,) == span.leaves and right.position == request.num_computed
     at, step = request.num_computed, scheduler.schedule()
+    assert step.released == [first.id], "the state before drafts that were right"
+    (wrong,) = step.spans[0].leaves
     finish(scheduler, step)
-    assert (request.num_computed, request.num_behind) == (at + 1, 1)
+    assert (request.num_computed, num_behind()) == (at + 1, 1)
+    assert allocator.state(request.id) == right
     drafter.chance = 0.0
     step = scheduler.schedule()
     (span,) = step.spans
-    assert (span.start, span.stop, span.behind, span.keep) == (at, at + 2, 1, None)
-    assert span.known == [RIGHT, RIGHT] and request.num_behind == 0
+    assert (span.start, span.stop, span.stored, span.reads) == (at, at + 2, 1, right.id)
+    assert step.released == [wrong.id, right.id], "the state with a wrong draft, and the one read"
+    assert span.known == [RIGHT, RIGHT] and num_behind() == 0
     assert step.work.decode_rows == 2 and step.work.chunk_tokens == 0
     finish(scheduler, step)
     assert request.num_computed == at + 2
+    allocator.check_integrity()
 
 
 def test_tokens_to_compute_again_are_part_of_what_a_draft_costs():
     """A wrong draft costs the rows of the tokens that it leaves behind, so fewer are worth it."""
     depths = {}
     for rewinds in (True, False):
-        scheduler = scheduler_with(Always(likelihood=0.6), row_seconds=0.0016, rewinds=rewinds)
+        drafter = Always(likelihood=0.6)
+        scheduler = scheduler_with(drafter, row_seconds=0.0016, has_states=not rewinds)
         (request,) = started(scheduler, 6)
         depths[rewinds] = scheduler.speculation._depths({request: 0.6}).get(request, 0)
     assert 0 < depths[False] < depths[True]
 
 
 def test_a_request_far_behind_catches_up_before_it_gets_drafts():
-    scheduler = scheduler_with(Always(), rewinds=False)
+    scheduler = scheduler_with(Always(), has_states=True)
     (request,) = started(scheduler, 40)
-    request.num_behind = MOST_BEHIND + 1
+    at = request.num_computed - MOST_BEHIND - 1
+    scheduler.allocator.advance(request.id, 0, at)  # as if its states had stayed there
     (span,) = scheduler.schedule().spans
-    assert span.behind == MOST_BEHIND + 1 and not span.drafts
+    assert span.stored == MOST_BEHIND + 1 and not span.drafts
 
 
 def test_an_ended_request_is_forgotten():

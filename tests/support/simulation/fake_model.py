@@ -106,7 +106,7 @@ class FakeSpan:
 
     wave: int  # pieces of a span come one after another
     start: int
-    behind: int  # tokens whose K/V is there already
+    stored: int  # tokens whose K/V is there already
     tokens: list[int]  # of the sequence, from its start, as far as they were known
     coming: tuple["FakeLaunch", int] | None  # whose choice is the last token, and which
     slots: IntArray  # of all positions up to the span's end, in layers that see all tokens
@@ -178,7 +178,7 @@ class FakeRunner:
     ) -> None:
         self.allocator = allocator
         self.pool = FakePool(allocator.num_blocks, allocator.block_size)
-        self.states: dict[int, dict[int, State]] = {}  # by request and position
+        self.states: dict[int, State] = {}  # by id
         self.recurrent = recurrent
         self._clock = clock
         self._rng = rng
@@ -187,10 +187,6 @@ class FakeRunner:
         self._cascade = cascade
 
     def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
-        for request, snapshot in step.restores:
-            if not isinstance(snapshot.states, State):
-                snapshot.states = State(*json.loads(bytes(snapshot.states)))
-            self.states[request.id] = {snapshot.position: snapshot.states}
         report = StepReport(step)
         report.shared_keys = self._shared_keys([span.request.id for span in step.spans])
         spans = [
@@ -198,6 +194,7 @@ class FakeRunner:
             for span in step.spans
             for wave, piece in enumerate(span.pieces())
         ]
+        self.release(step.released)
         requests = [request for span in spans for request, *_ in span.draws]
         errors, copies = _errors(requests), list(step.copies)
         launch = FakeLaunch(report, requests, errors, spans, copies, step.work)
@@ -220,15 +217,20 @@ class FakeRunner:
         return most
 
     def transfer(self, stores: list[BlockTransfer], loads: list[BlockTransfer]) -> None:
+        for load in loads:
+            if load.state:
+                rows, row = load.payload
+                self.states[load.state] = State(*json.loads(bytes(rows[row])))
+        loads = [load for load in loads if not load.state]
         copies = [replace(stored) for stored in stores]
-        self._queue.append(FakeTransfer(copies, list(loads)))
+        for stored, copy in zip(stores, copies, strict=True):
+            copy.payload = self.states[stored.state] if stored.state else None
+        self._queue.append(FakeTransfer(copies, loads))
         for stored, copy in zip(stores, copies, strict=True):
             stored.payload = partial(self._content, copy)
 
     def _content(self, stored: BlockTransfer) -> bytes:
         if not stored.blocks:
-            if not isinstance(stored.payload, State):
-                return stored.payload
             assert stored.payload.context is not None, "a state that is not computed yet"
             return json.dumps([stored.payload.position, stored.payload.context]).encode()
         while stored.payload is None:
@@ -240,15 +242,9 @@ class FakeRunner:
         self._clock.spend(launched.work)
         return launched.choices
 
-    def drop(self, request: Request) -> None:
-        if request.snapshot is not None:
-            request.snapshot.states = self.states.get(request.id, {}).get(request.snapshot.position)
-            request.snapshot = None
-        self.states.pop(request.id, None)
-
-    def fork(self, parent: Request, child: Request) -> None:
-        if parent.id in self.states:
-            self.states[child.id] = dict(self.states[parent.id])
+    def release(self, state_ids: list[int]) -> None:
+        for state_id in state_ids:
+            self.states.pop(state_id, None)
 
     def recover(self, error=None) -> None:
         self._queue.clear()
@@ -267,21 +263,20 @@ class FakeRunner:
         stop = span.stop - len(span.drafts)
         draws = [(r, r.num_generated, stop) for r in (request, *span.forks) if span.samples]
         draws += [(request, draws[0][1] + i, stop + i) for i in range(1, 1 + len(span.drafts))]
-        held, after = self.states.get(request.id, {}), State(span.stop)
-        state = held.get(span.start)
+        state, after = self.states.get(span.reads), State(span.stop)
         if self.recurrent:
             if span.start and (state is None or state.position != span.start):
-                self.pool.violations.append(f"{held} before the span from {span.start}")
-            kept = {at: old for at, old in held.items() if at == span.keep}
-            self.states |= {r.id: kept | {span.stop: after} for r in (request, *span.forks)}
-        elif span.behind or span.keep is not None:
-            self.pool.violations.append("a model without states is behind them")
-        for snapshot in span.snapshots:
-            snapshot.states = after
+                self.pool.violations.append(f"{state} before the span from {span.start}")
+            (left,) = span.leaves
+            if left.position != span.stop or left.id in self.states:
+                self.pool.violations.append(f"{left} after the span up to {span.stop}")
+            self.states[left.id] = after
+        elif span.stored or span.reads or span.leaves:
+            self.pool.violations.append("a model without states has a state")
         return FakeSpan(
             wave=wave,
             start=span.start,
-            behind=span.behind,
+            stored=span.stored,
             tokens=tokens,
             coming=coming,
             slots=self.allocator.slots(request.id, 0, span.stop).astype(np.int64)
@@ -318,7 +313,7 @@ class FakeRunner:
         self.pool.copy(launch.copies)
         written = np.concatenate(
             [
-                slots[span.start + span.behind - first :]
+                slots[span.start + span.stored - first :]
                 for span in launch.spans
                 for first, slots in [(0, span.slots), *span.others]
             ]
@@ -329,8 +324,8 @@ class FakeRunner:
             spans = [span for span in launch.spans if span.wave == wave]
             kv = [self._kv(span) for span in spans]
             for span, values in zip(spans, kv, strict=True):
-                start = span.start + span.behind
-                new, values = span.known_tokens()[start:], values[span.behind :]
+                start = span.start + span.stored
+                new, values = span.known_tokens()[start:], values[span.stored :]
                 self.pool.write(span.slots[start:], start, new, values)
                 for first, slots in span.others:
                     known = span.known_tokens()[first:start]

@@ -97,11 +97,8 @@ class FaultyRunner:
     def transfer(self, stores: Any, loads: Any) -> Any:
         return self.inner.transfer(stores, loads)
 
-    def drop(self, request: Request) -> None:
-        self.inner.drop(request)
-
-    def fork(self, parent: Request, child: Request) -> None:
-        self.inner.fork(parent, child)
+    def release(self, state_ids: list[int]) -> None:
+        self.inner.release(state_ids)
 
     def recover(self, error: BaseException | None = None) -> None:
         assert self._has_raised, "a step failed that was not made to"

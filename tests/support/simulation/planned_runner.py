@@ -3,7 +3,6 @@
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.request import Request
 from mlx_paged.runner.batch import BatchTables
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.scheduler.step import Runner, Step
@@ -27,7 +26,8 @@ class PlannedRunner:
         self._tables = BatchTables.of_groups(allocator)  # kept from step to step
         self._mirrored_tables = BatchTables.of_groups(self.mirrored)
         self.num_plans = self.most_bytes = 0
-        self._calls: list[tuple[int, int | None]] = []
+        self._released: list[int] = []
+        self._states = set[int]()  # that the other rank has
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -36,42 +36,39 @@ class PlannedRunner:
         self._compare(step)
         return self.inner.launch(step, before)
 
-    def drop(self, request: Request) -> None:
-        self.writer.drop(request)
-        self._calls.append((request.id, None))
-        self.inner.drop(request)
+    def release(self, state_ids: list[int]) -> None:
+        self._released += state_ids
+        self.inner.release(state_ids)
 
-    def fork(self, parent: Request, child: Request) -> None:
-        self.writer.fork(parent, child)
-        self._calls.append((parent.id, child.id))
-        self.inner.fork(parent, child)
+    def recover(self, error: BaseException | None = None) -> None:
+        self._states.clear()  # real ranks end
+        self.inner.recover(error)
 
     def leaks(self) -> list[Any]:
         """What the other rank still has when every request has ended."""
         self._compare(Step())
-        snapshots = len(self.reader._snapshots) - len(self.writer._numbers)
-        return [*self.reader._requests, *self.mirrored.rows, *["a snapshot"] * snapshots]
+        snapshots = self.allocator.snapshots
+        kept = set() if snapshots is None else set(snapshots.state_ids())
+        return [*self.reader._requests, *self.mirrored.rows, *self._states ^ kept]
 
     def _compare(self, step: Step) -> None:
         awaits = any(not span.known for span in step.spans)
-        message = self.writer.write(step, awaits)
-        found, late, calls = self.reader.read(message)
+        message = self.writer.write(step, awaits, self._released)
+        found, late = self.reader.read(message)
         assert late == awaits
-        assert [(r.id, c and c.id) for r, c in calls] == self._calls
-        self._calls = []
+        assert found.released == self._released + step.released
+        self._states.update(state.id for span in found.spans for state in span.leaves)
+        self._states.difference_update(found.released)
+        self._released = []
         real, mirrored = self.allocator, self.mirrored
         assert found.copies == list(step.copies)
         assert found.is_held_back == step.is_held_back
-        for (ours, snapshot), (theirs, twin) in zip(step.restores, found.restores, strict=True):
-            assert ours.id == theirs.id and twin.position in (0, snapshot.position)
         for own, other in zip(step.spans, found.spans, strict=True):
-            for name in ("start", "stop", "samples", "drafts", "behind", "keep"):
+            for name in ("start", "stop", "samples", "drafts", "stored", "reads", "leaves"):
                 assert getattr(own, name) == getattr(other, name), name
             assert other.known == own.known
             assert other.request.id == own.request.id
             assert [r.id for r in other.forks] == [r.id for r in own.forks]
-            positions = [snapshot.position for snapshot in own.snapshots]
-            assert [snapshot.position for snapshot in other.snapshots] == positions
         seq_ids = [span.request.id for span in step.spans]
         rows = real.table_rows(seq_ids)
         assert mirrored.table_rows(seq_ids).tolist() == rows.tolist()

@@ -124,9 +124,7 @@ class Features:
         scheduler = engine.scheduler
         if (drafter := _drafter_for(solo, name)) is not None:
             drafter.never = runner.bad
-            scheduler.speculation = Speculation(
-                drafter, scheduler.allocator, scheduler.budget, scheduler.rewinds
-            )
+            scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
             if self.is_real or self.all_guesses or setting.max_stall is None:
                 take_every_guess(scheduler.speculation)
         source = structured_calls if self.is_real else hash_model
@@ -146,7 +144,11 @@ def _fake_simulation(features: Features, name: str, life: str, disk: Disk | None
     else:
         setting = replace(setting, prefix_cache=True)
     allocator = BlockAllocator(
-        setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
+        setting.num_blocks,
+        setting.block_size,
+        setting.groups,
+        setting.prefill_chunk,
+        (setting.most_snapshots if setting.prefix_cache else 0) if setting.recurrent else None,
     )
     clock = FakeClock()
     scheduler = Scheduler(
@@ -158,8 +160,6 @@ def _fake_simulation(features: Features, name: str, life: str, disk: Disk | None
         victims=setting.victims,
         max_stall=setting.max_stall,
         watermark=setting.watermark,
-        rewinds=not setting.recurrent,
-        max_snapshots=setting.most_snapshots,
         open_tier=None if disk is None else lambda predict: disk.open(allocator),
         clock=clock,
     )

@@ -48,7 +48,7 @@ class TurnWatch:
     def see(self, step: Step) -> None:
         """A step that is launched."""
         first = next((r for r in step.prompts[:1] if not r.num_preempted), None)
-        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts) + span.behind]
+        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts) + span.stored]
         computed = {span.request.id for span in prompts if not is_forced(span)}
         before, self._first = self._first, first.id if first else None
         is_passed = first is not None and first.id not in step.requests and bool(computed)
@@ -320,5 +320,7 @@ class Simulation:
         references = scheduler.allocator.store.refcount_histogram()
         assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
         states = getattr(self.runner.inner, "states", {})
-        states = getattr(states, "_held", states)
-        assert not states, f"states of {list(states)} are left"
+        snapshots = scheduler.allocator.snapshots
+        kept = set() if snapshots is None else set(snapshots.state_ids())
+        held = set(getattr(states, "_held", states))
+        assert held == kept, f"states {held}, but those of the prefix cache are {kept}"

@@ -1,0 +1,201 @@
+"""Which recurrent states sequences and the prefix cache hold, by id. Knows no mlx."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+from mlx_paged.kv.snapshots import Snapshot, Snapshots
+
+
+class State(NamedTuple):
+    """The states of a model's recurrent layers after the first `position` tokens of a text.
+
+    A step computes the arrays of a state, and nothing changes them later. The runner has the
+    arrays by id. Id 0 stands for the states before the first token, which have no arrays.
+    """
+
+    id: int
+    position: int
+
+
+EMPTY = State(0, 0)
+
+
+class Move(NamedTuple):
+    """What a span does to its sequence's states: it begins with one state, and leaves others."""
+
+    reads: State
+    leaves: tuple[State, ...] = ()  # ordered by position; the last one is after the span
+
+
+@dataclass(slots=True)
+class SequenceStates:
+    """The states that one sequence holds.
+
+    Attributes:
+        newest: the state after all tokens that steps compute, drafts included.
+        sure: the state before the drafts; None if no drafts are in `newest`.
+        planned: snapshots for the prefix cache, which has to know their blocks first.
+        without_state: tokens of a known prefix that lacks its state at the end.
+    """
+
+    newest: State = EMPTY
+    sure: State | None = None
+    planned: list[Snapshot] = field(default_factory=list)
+    without_state: int = 0
+    last_snapshot: ReferenceType[Snapshot] | None = None
+
+    @property
+    def resumes(self) -> State:
+        """The state from which the sequence goes on if its drafts are wrong."""
+        return self.newest if self.sure is None else self.sure
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The latest snapshot of its text, unless the snapshot has been dropped."""
+        return None if self.last_snapshot is None else self.last_snapshot()
+
+
+class StateIds:
+    """Gives each recurrent state an id when a step is planned, and counts who holds the state.
+
+    A sequence holds its newest state, a snapshot of the prefix cache holds one. A state that nobody
+    holds is released: the runner forgets its arrays after the step that is planned next.
+
+    Args:
+        max_snapshots: snapshots of the prefix cache at most; 0: there are none.
+    """
+
+    def __init__(self, max_snapshots: int = 0) -> None:
+        self.snapshots: Snapshots | None = None
+        if max_snapshots:
+            self.snapshots = Snapshots(max_snapshots, self.release)
+        self._holders: dict[int, int] = {}
+        self._num_given = 0
+        self._released: list[int] = []
+
+    def new(self, position: int) -> State:
+        """A state that no step has left yet, held once."""
+        self._num_given += 1
+        self._holders[self._num_given] = 1
+        return State(self._num_given, position)
+
+    def hold(self, state_id: int) -> None:
+        """Count one more holder."""
+        if state_id:
+            self._holders[state_id] += 1
+
+    def release(self, state_id: int) -> None:
+        """Count one holder less."""
+        if not state_id:
+            return
+        count = self._holders[state_id] - 1
+        if count:
+            self._holders[state_id] = count
+        else:
+            del self._holders[state_id]
+            self._released.append(state_id)
+
+    def take_released(self) -> list[int]:
+        """The ids that were released since the call before."""
+        released, self._released = self._released, []
+        return released
+
+    # Of sequences
+
+    def begin(self, found: Snapshot | None, without_state: int = 0) -> SequenceStates:
+        """The states of a new sequence, which goes on from a snapshot or from its first token."""
+        if found is None:
+            return SequenceStates(without_state=without_state)
+        self.hold(found.state)
+        newest = State(found.state, found.position)
+        return SequenceStates(newest, without_state=without_state, last_snapshot=ref(found))
+
+    def fork(self, parent: SequenceStates) -> SequenceStates:
+        """The states of a sequence that goes on where its parent is."""
+        self.hold(parent.newest.id)
+        if parent.sure is not None:
+            self.hold(parent.sure.id)
+        return SequenceStates(parent.newest, parent.sure, last_snapshot=parent.last_snapshot)
+
+    def end(self, states: SequenceStates) -> None:
+        """The sequence has ended."""
+        self.release(states.newest.id)
+        if states.sure is not None:
+            self.release(states.sure.id)
+        self.drop_planned(states)
+
+    def advance(
+        self,
+        states: SequenceStates,
+        stop: int,
+        is_sure: bool = True,  # whether no drafts are among the tokens up to `stop`
+        snapshots: Sequence[Snapshot] = (),  # to take on the way, ordered by position
+    ) -> Move:
+        """Plan a span up to `stop`."""
+        before = states.newest
+        leaves = list[State]()
+        if snapshots:
+            self.drop_planned(states)
+            leaves = [self.new(snapshot.position) for snapshot in snapshots]
+            for snapshot, state in zip(snapshots, leaves, strict=True):
+                snapshot.state = state.id
+                snapshot.uses = 1  # the sequence itself goes on from it
+            states.planned = list(snapshots)
+            states.last_snapshot = ref(snapshots[-1])
+        if leaves and leaves[-1].position == stop:
+            self.hold(leaves[-1].id)
+        else:
+            leaves.append(self.new(stop))
+        states.newest = leaves[-1]
+        if is_sure:
+            self.release(before.id)
+            self._forget_sure(states)
+        elif states.sure is None:
+            states.sure = before
+        else:
+            self.release(before.id)
+        return Move(before, tuple(leaves))
+
+    def settle(self, states: SequenceStates, num_tokens: int) -> None:
+        """The sequence's first `num_tokens` tokens are right, and it has no others."""
+        if states.newest.position > num_tokens:
+            assert states.sure is not None, "no state is kept from before the wrong tokens"
+            assert states.sure.position <= num_tokens, "the state that is kept has wrong tokens"
+            self.release(states.newest.id)
+            states.newest, states.sure = states.sure, None
+        else:
+            self._forget_sure(states)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """The prefix cache keeps a snapshot that a sequence took on its way."""
+        self.hold(snapshot.state)
+        snapshot.is_spare = False
+
+    def drop_planned(self, states: SequenceStates) -> None:
+        """Give up the snapshots that are planned."""
+        for snapshot in states.planned:
+            self.release(snapshot.state)
+        states.planned = []
+
+    def _forget_sure(self, states: SequenceStates) -> None:
+        if states.sure is not None:
+            self.release(states.sure.id)
+            states.sure = None
+
+    def check_integrity(self, sequences: Iterable[SequenceStates]) -> None:
+        """Assert that every holder is counted."""
+        held = Counter[int]()
+        for states in sequences:
+            held[states.newest.id] += 1
+            held.update([states.sure.id] if states.sure is not None else ())
+            held.update([snapshot.state for snapshot in states.planned])
+        if self.snapshots is not None:
+            held.update(self.snapshots.state_ids())
+        del held[0]
+        assert dict(held) == self._holders, "a state is lost, or held by nobody"
+        assert not self._holders.keys() & self._released, "a state that is held was released"
