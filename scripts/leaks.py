@@ -80,15 +80,16 @@ FEATURES = {
             "runner/recurrent_rows.py",
             "kv/snapshots.py",
             "kv/states.py",
-            "kv/stateful_prefix_cache.py",
+            "kv/state_ends.py",
             "scheduler/snapshot_plan.py",
         ),
         (
             *("*recurrent*", "*snapshot*", "*stateful*", "state_bytes", "*without_state"),
             *("*behind*", "rewinds", "restores", "catch_up", "keep_state", "advance_each"),
+            *("adopt_state", "state_after", "state_key"),
         ),
     ),
-    "windows": Feature((), ("*window*",), at_home=("kv/layer_groups.py",)),
+    "windows": Feature((), ("*window*",), at_home=("kv/layer_groups.py", "kv/layer_kinds.py")),
     "cascade": Feature((), ("*cascade*", "shared_keys"), at_home=("attention",)),
     "compiled": Feature(
         ("runner/compiled_decode.py",),

@@ -130,8 +130,9 @@ def _has_lost(runner: ModelRunner, request: Request, num_tokens: int, caches: Ca
         if not isinstance(source, PagedLayerCache):
             if allocator.state(request.id).position != num_tokens:
                 return True
-        elif allocator.groups[source.place.group].window and type(target) is not RotatingKVCache:
-            position = 0
+        elif type(target) is not RotatingKVCache:
+            group = allocator.groups[source.place.group]
+            position = position if group.keeps_all else 0
     return not allocator.can_continue(request.id, position)
 
 

@@ -14,6 +14,7 @@ from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from mlx_paged.kv.state_ends import StateEnds
 from mlx_paged.kv.states import EMPTY, Move, SequenceStates, State, StateIds
 
 
@@ -66,7 +67,7 @@ class BlockAllocator:
         if max_snapshots is not None:
             self.states = StateIds(integer("Engine", "max_snapshots", max_snapshots, 0))
         if self.snapshots is not None:
-            self.prefixes.require_states(self.snapshots)
+            self.prefixes.ends = StateEnds(self.store.prefixes, self.snapshots)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """How many entries of one group hold `num_tokens` tokens."""
@@ -305,7 +306,7 @@ class BlockAllocator:
         self.prefixes.register(sequence, tokens, num_computed)
         if self.states is not None and sequence.states is not None:
             for snapshot in sequence.states.planned:
-                if self.prefixes.attach(sequence, tokens, snapshot):
+                if self.prefixes.keep(sequence, tokens, snapshot):
                     self.states.keep(snapshot)
             self.states.drop_planned(sequence.states)
 
@@ -322,8 +323,15 @@ class BlockAllocator:
         if self.states is None or states is None or states.newest == EMPTY:
             return
         snapshot = Snapshot(states.newest.position, state=states.newest.id, before=states.snapshot)
-        if self.prefixes.attach(sequence, tokens, snapshot):
+        if self.prefixes.keep(sequence, tokens, snapshot):
             self.states.hold(snapshot.state)
+
+    def state_after(self, block: int) -> int:
+        """The id of the state that the prefix cache has after a full block; 0: it has none."""
+        snapshots = self.snapshots
+        if snapshots is None or self.block_size not in snapshots.runs(block, self.block_size):
+            return 0
+        return snapshots.get(block, self.block_size).state
 
     def adopt_state(self, parent: bytes, tokens: bytes, position: int) -> State | None:
         """A state after `tokens`, a registered block after `parent`, for the prefix cache. The
@@ -331,7 +339,7 @@ class BlockAllocator:
         if self.states is None:
             return None
         state = self.states.new(position)
-        if self.prefixes.adopt(parent, tokens, Snapshot(position, state=state.id)):
+        if self.prefixes.ends.keep(parent, tokens, Snapshot(position, state=state.id)):
             return state
         self.states.release(state.id)
         return None
@@ -410,7 +418,7 @@ class BlockAllocator:
             for group, entries in enumerate(self._held(sequence)):
                 first = sequence.first_entries[group]
                 num_missing = num_full - first - len(entries)
-                assert num_missing >= 0 and (num_missing == 0 or self.groups[group].window)
+                assert num_missing >= 0 and (num_missing == 0 or not self.groups[group].keeps_all)
                 assert len(set(entries)) == len(entries), "a sequence holds a block twice"
                 for block in entries[max(0, first_private - first) : max(0, last_private - first)]:
                     assert self.store.counts[block] == 1
@@ -418,6 +426,7 @@ class BlockAllocator:
                 held.update(entries)
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
         assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
+        self.prefixes.ends.check_integrity()
         self.store.check_integrity(held)
         if self.states is not None:
             sequences = self._sequences.values()

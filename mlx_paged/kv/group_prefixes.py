@@ -8,16 +8,15 @@ from mlx_paged.kv.blocks import BlockStore
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import (
     ABSENT,
-    TOKEN_BYTES,
     CachedBlock,
     chain_hash,
     root_hash,
     smallest_run,
     token_bytes,
 )
-from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key, miss_reason
-from mlx_paged.kv.snapshots import Snapshot, Snapshots
-from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
+from mlx_paged.kv.prefix_ends import AnyEnd, KnownBlocks, PrefixEnds
+from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
+from mlx_paged.kv.snapshots import Snapshot
 
 
 class GroupPrefixes:
@@ -25,6 +24,9 @@ class GroupPrefixes:
 
     A prefix is reused up to a position at which every group has all blocks that a sequence keeps:
     the blocks of its window, or all blocks if the group has no window.
+
+    Attributes:
+        ends: where a prefix may end.
     """
 
     def __init__(
@@ -34,93 +36,74 @@ class GroupPrefixes:
         self._store = store
         self._tables = tables
         self._block_size = store.prefixes[0].block_size
-        self._min_run = smallest_run(self._block_size)
+        self.ends: PrefixEnds = AnyEnd(store.prefixes)
         # Group, block and hash of each block that was registered; a tier reads them. None: no tier.
         self.fresh: deque[tuple[int, int, bytes]] | None = None
-
-    def require_states(self, snapshots: Snapshots) -> None:
-        """Reuse prefixes only up to one of the snapshots, which the first group's blocks have."""
-        args = len(self._store.counts), self._block_size, self._store.idle
-        self._store.prefixes[0] = StatefulPrefixCache(*args, snapshots)
-        for prefixes in self._store.prefixes:
-            prefixes.min_run = 1  # a state is worth a copy of any length
 
     def match(self, tokens: Sequence[int] | None, num_tokens: int, salt: bytes) -> PrefixMatch:
         """The longest reusable prefix of ``tokens[:num_tokens]``, without the last token. None: no
         tokens are known."""
         if tokens is None:
             return PrefixMatch([], [[] for _ in self._groups], [], 0, MissReason.DISABLED)
-        stop, root = max(0, min(num_tokens, len(tokens)) - 1), root_hash(salt)
-        caches, size, min_run = self._store.prefixes, self._block_size, self._min_run
-        hashes, found, was_evicted = self._full_blocks(tokens, stop, root)
-        whole = len(hashes) * size
-        left = token_bytes(tokens, whole, min(whole + size, stop))
-        runs = [cache.longest_run(hashes[-1] if hashes else root, left) for cache in caches]
-        longest, length = runs[0]
-        goes_on = longest is not None and len(longest.tokens) > length * TOKEN_BYTES
-        run = min(length for _, length in runs)
-        run = run if run >= min_run else 0
-        tails = [block for block, _ in runs if block is not None and run]
-        miss = miss_reason(min_run, whole, stop, run, was_evicted, goes_on)
-        position, snapshot = whole + run, None
-        if isinstance(caches[0], StatefulPrefixCache):
-            args = position, stop, was_evicted, goes_on
-            position, tails, snapshot = self._latest_state(hashes, found, tokens, stop, root)
-            miss = caches[0].miss_reason(position, *args)
-        count = position // size
+        stop = max(0, min(num_tokens, len(tokens)) - 1)
+        known, found = self._full_blocks(tokens, stop, root_hash(salt))
+        end, whole = self.ends.latest(known), len(known.hashes) * self._block_size
+        count = end.position // self._block_size
         blocks = [
             [block for block in of_group[first:count] if block is not None]
             for of_group, first in zip(found, self._first_kept(count), strict=True)
         ]
-        without_state = whole if whole > position else 0
-        hashes = hashes[:count]
-        return PrefixMatch(hashes, blocks, tails, position, miss, snapshot, without_state)
+        without_state = whole if whole > end.position else 0
+        return PrefixMatch(
+            known.hashes[:count],
+            blocks,
+            end.tails,
+            end.position,
+            end.miss,
+            end.snapshot,
+            without_state,
+        )
 
     def needed(
         self, tokens: Sequence[int], salt: bytes, elsewhere: Container[bytes]
     ) -> list[NeededBlock]:
         """The full blocks, in order, that a prompt could reuse if the pool had the blocks whose
-        keys are in `elsewhere`. None of them if the prompt can reuse as many tokens without."""
+        keys are in `elsewhere`, and the states after them. None of them if the prompt can reuse as
+        many tokens without."""
         stop, size, root = len(tokens) - 1, self._block_size, root_hash(salt)
-        has_states = self._store.prefixes[0].snapshots is not None
         # A block that ends with the prompt is reused but for its last token.
-        is_last_useful = not has_states and size > self._min_run
-        hashes, found, _ = self._full_blocks(tokens, stop + is_last_useful, root, elsewhere)
-        if len(hashes) * size > stop and self._missing(found, stop // size) is not None:
-            hashes, found, _ = self._full_blocks(tokens, stop, root, elsewhere)
-        states: list[NeededBlock] = []
-        if has_states:
-            while hashes and (
-                block_key(hashes[-1], -1) not in elsewhere
-                or self._missing(found, len(hashes)) is not None
-            ):
-                hashes.pop()
+        is_last_useful = self.ends.is_within_blocks and size > smallest_run(size)
+        known, found = self._full_blocks(tokens, stop + is_last_useful, root, elsewhere)
+        if len(known.hashes) * size > stop and not known.is_complete(stop // size):
+            known, found = self._full_blocks(tokens, stop, root, elsewhere)
+        hashes, further = known.hashes, list[NeededBlock]()
+        if not self.ends.is_within_blocks:
+            self.ends.shorten(hashes, known, elsewhere)
             if self.match(tokens, len(tokens), salt).num_cached >= len(hashes) * size:
                 return []
-            last, parent = len(hashes) - 1, hashes[-2] if hashes[1:] else root
+            last = len(hashes) - 1
             content = token_bytes(tokens, last * size, (last + 1) * size)
-            known, key = CachedBlock(ABSENT, hashes[-1], parent, content), block_key(hashes[-1], -1)
-            states = [NeededBlock(last, -1, known, key)]
+            absent = CachedBlock(ABSENT, hashes[-1], known.parent(last), content)
+            further = self.ends.needed_after(last, absent)
         firsts = self._first_kept(min(len(hashes), stop // size))
         return [
             NeededBlock(i, group, block, block_key(key, group))
             for i, key in enumerate(hashes)
             for group, first in enumerate(firsts)
             if i >= first and (block := found[group][i]) is not None
-        ] + states
+        ] + further
 
     def _full_blocks(
         self, tokens: Sequence[int], stop: int, root: bytes, elsewhere: Container[bytes] = ()
-    ) -> tuple[list[bytes], list[list[CachedBlock | None]], bool]:
-        """Finds the full blocks of ``tokens[:stop]``. A block that the pool lacks counts as found
-        if its key is in `elsewhere`. Returns the hashes of the blocks that every group can reuse,
-        the blocks of each group with these hashes, and whether the next block was evicted."""
+    ) -> tuple[KnownBlocks, list[list[CachedBlock | None]]]:
+        """Finds the full blocks of ``tokens[:stop]`` that every group can reuse, and the blocks of
+        each group. A block that the pool lacks counts as found if its key is in `elsewhere`."""
         caches, size, parent = self._store.prefixes, self._block_size, root
         hashes: list[bytes] = []
         found: list[list[CachedBlock | None]] = [[] for _ in caches]
         asks = bool(elsewhere)
         columns = [  # of each group; the last value: whether a missing block ends the search
-            (cache, blocks, block_key(b"", index), group.window is None)
+            (cache, blocks, block_key(b"", index), group.keeps_all)
             for index, (group, cache, blocks) in enumerate(
                 zip(self._groups, caches, found, strict=True)
             )
@@ -146,32 +129,11 @@ class GroupPrefixes:
             count = missing
         next_one = hashes[count : count + 1]
         was_evicted = any(cache.was_evicted(key) for key in next_one for cache in caches)
-        return hashes[:count], found, was_evicted
 
-    def _latest_state(
-        self,
-        hashes: list[bytes],
-        found: list[list[CachedBlock | None]],
-        tokens: Sequence[int],
-        stop: int,
-        root: bytes,
-    ) -> tuple[int, list[CachedBlock], Snapshot | None]:
-        """The last snapshot within ``tokens[:stop]`` before which every group has what it needs:
-        its position, each group's block that it is in unless it is at a block's end, and it."""
-        first, *others = self._store.prefixes
-        assert isinstance(first, StatefulPrefixCache)
-        for position, known in first.states(hashes, tokens, stop, root):
-            whole, run = divmod(position, self._block_size)
-            if self._missing(found, whole) is not None:
-                continue
-            left = token_bytes(tokens, position - run, position)
-            parent = hashes[whole - 1] if run and whole else root
-            runs = [cache.longest_run(parent, left) for cache in others if run]
-            if all(length == run for _, length in runs):
-                tails = [known, *(block for block, _ in runs if block is not None)]
-                snapshot = first.snapshots.get(known.block, run or self._block_size)
-                return position, tails if run else [], snapshot
-        return 0, [], None
+        def has_all(count: int) -> bool:
+            return self._missing(found, count) is None
+
+        return KnownBlocks(tokens, stop, root, hashes[:count], was_evicted, has_all), found
 
     def _missing(self, found: list[list[CachedBlock | None]], count: int) -> int | None:
         """One of the first `count` blocks that a group needs and lacks; None if there is none."""
@@ -218,18 +180,11 @@ class GroupPrefixes:
             prefixes.register(block, sequence.prefix_hash(last), content)
         sequence.private_stop = 0
 
-    def attach(self, sequence: SequenceBlocks, tokens: Sequence[int], snapshot: Snapshot) -> bool:
+    def keep(self, sequence: SequenceBlocks, tokens: Sequence[int], snapshot: Snapshot) -> bool:
         """Keep a snapshot of the sequence's states if its block is known and has none there."""
         size = self._block_size
         block = (snapshot.position - 1) // size
         if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
         content = token_bytes(tokens, block * size, snapshot.position)
-        return self.adopt(sequence.prefix_hash(block), content, snapshot)
-
-    def adopt(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
-        """Keep a snapshot of the states after `tokens`, a block or its first tokens after
-        `parent`, if they are known and have none."""
-        prefixes = self._store.prefixes[0]
-        assert isinstance(prefixes, StatefulPrefixCache)
-        return prefixes.attach(parent, tokens, snapshot)
+        return self.ends.keep(sequence.prefix_hash(block), content, snapshot)

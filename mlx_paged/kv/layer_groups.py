@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING
 
+from mlx_paged.kv.layer_kinds import FULL, LayerKind, Window
+
 if TYPE_CHECKING:
     from mlx_paged.kv.shapes import KVShape
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window: a sequence keeps the same tokens in all of them.
+    """Layers of the same kind: a sequence keeps the same tokens in all of them.
 
     A sequence has one block table for each group. An entry of the table stands for `block_size`
     tokens in all layers of the group. The K/V of an entry fills `width` blocks of the pool; the
@@ -25,6 +27,17 @@ class LayerGroup:
     # How many layers of the group share one array. Each of these layers fills blocks of its own.
     members: int = 1
     pieces: int = 1  # how many blocks the `block_size` tokens of one of these layers fill
+    custom: LayerKind | None = field(default=None, repr=False)  # None: `window` says the kind
+    # What a sequence keeps of these layers.
+    kind: LayerKind = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_window = FULL if self.window is None else Window(self.window)
+        object.__setattr__(self, "kind", self.custom or by_window)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.kind.keeps_all
 
     @property
     def width(self) -> int:
@@ -32,22 +45,14 @@ class LayerGroup:
         return self.members * self.pieces
 
     def kept_from(self, position: int) -> int:
-        """The first token that a sequence keeps when its next token is at `position`. The kept
-        tokens are one more than the window: the token before `position` can be computed again."""
-        return 0 if self.window is None else max(0, position - self.window)
+        return self.kind.kept_from(position)
 
     def reach(self, position: int, num_tokens: int, chunk: int) -> int:
-        """The first token that a new sequence of `num_tokens` gets no block for yet. Its next token
-        is at `position`, and a step computes at most `chunk` of its tokens."""
-        if self.window is None:
-            return num_tokens
-        return min(num_tokens, self.kept_from(position) + self.window + chunk)
+        return self.kind.reach(position, num_tokens, chunk)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """Blocks that a sequence of `num_tokens` holds at one time, at most."""
-        if self.window is not None:
-            num_tokens = min(num_tokens, self.window + chunk + 2 * block_size)
-        return self.width * -(-num_tokens // block_size)
+        return self.width * -(-self.kind.most_tokens(num_tokens, chunk, block_size) // block_size)
 
 
 ONE_GROUP = (LayerGroup(),)

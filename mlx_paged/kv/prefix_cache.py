@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
-
-from mlx_paged.kv.snapshots import Snapshots
+from typing import Protocol
 
 ROOT = b""
 
@@ -67,13 +66,30 @@ class CachedBlock:
     tokens: bytes  # as :func:`token_bytes`; a text's last block may have fewer than `block_size`
 
 
+class Dependents(Protocol):
+    """What others keep for known blocks."""
+
+    def forget(self, block: int) -> None:
+        """The block's content is about to change."""
+
+    def move(self, source: int, target: int) -> None:
+        """The known block `target` begins with the tokens of the known block `source`."""
+
+
+class NoDependents:
+    """Nothing is kept for known blocks."""
+
+    def forget(self, block: int) -> None:
+        pass
+
+    def move(self, source: int, target: int) -> None:
+        pass
+
+
 class PrefixCache:
     """Blocks of known content of one layer group, by chained hash. A hash collision cannot return
     wrong K/V: a found block's tokens and parent are compared too. `idle` are the pool's blocks that
     no sequence holds, the one unused longest first."""
-
-    # Of recurrent states; None for a model without recurrent layers.
-    snapshots: Snapshots | None = None
 
     def __init__(self, num_blocks: int, block_size: int, idle: OrderedDict[int, None]) -> None:
         self.block_size = block_size
@@ -84,6 +100,7 @@ class PrefixCache:
         self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
         self._idle = idle
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks
+        self.dependents: Dependents = NoDependents()
 
     def __contains__(self, block: int) -> bool:
         return block in self.by_block
@@ -135,6 +152,7 @@ class PrefixCache:
         cached = self.by_block.pop(block, None)
         if cached is None:
             return
+        self.dependents.forget(block)
         del self._by_hash[cached.hash]
         siblings = self._by_parent[cached.parent]
         del siblings[block]
@@ -160,6 +178,20 @@ class PrefixCache:
         blocks = islice(reversed(self._by_parent.get(parent, {})), MAX_SIBLINGS)
         return map(self.by_block.__getitem__, blocks)
 
+    def after(self, parent: bytes, key: bytes | None) -> Iterator[CachedBlock]:
+        """The known blocks right after a prefix: the one with hash `key`, then the latest ones."""
+        if key is not None and key in self._by_hash:
+            yield self._by_hash[key]
+        yield from self._siblings(parent)
+
+    def beginning_with(self, parent: bytes, tokens: bytes) -> CachedBlock | None:
+        """A known block right after a prefix that begins with these tokens."""
+        known = self._by_hash.get(chain_hash(parent, tokens))
+        if known is not None:
+            return known
+        siblings = self._siblings(parent)
+        return next((each for each in siblings if each.tokens.startswith(tokens)), None)
+
     def longest_run(self, parent: bytes, tokens: bytes) -> tuple[CachedBlock | None, int]:
         """The known block after `parent` with most leading tokens in common, and how many."""
         best: CachedBlock | None = None
@@ -173,8 +205,10 @@ class PrefixCache:
     def _add(self, cached: CachedBlock) -> None:
         """Index a block. Idle blocks that it begins with are no longer useful: evict them first."""
         for shorter in self._siblings(cached.parent) if cached.parent in self._by_parent else ():
-            if cached.tokens.startswith(shorter.tokens) and shorter.block in self._idle:
-                self._idle.move_to_end(shorter.block, last=False)
+            if cached.tokens.startswith(shorter.tokens):
+                self.dependents.move(shorter.block, cached.block)
+                if shorter.block in self._idle:
+                    self._idle.move_to_end(shorter.block, last=False)
         self._by_hash[cached.hash] = cached
         self.by_block[cached.block] = cached
         self._by_parent.setdefault(cached.parent, {})[cached.block] = None

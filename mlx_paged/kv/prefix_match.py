@@ -53,9 +53,10 @@ class NeededBlock:
     """A full block that a prompt could reuse."""
 
     index: int  # which block of the prompt it is
-    group: int  # its layer group; -1: these are the recurrent states after it
+    group: int  # its layer group
     known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
     key: bytes  # as :func:`block_key`
+    is_state: bool = False  # whether these are the recurrent states after the block, not its K/V
 
     def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
         """What the pool has of it now."""
@@ -63,8 +64,14 @@ class NeededBlock:
 
 
 def block_key(hash: bytes, group: int) -> bytes:
-    """The name of a block outside the pool, 24 bytes; with group -1 of the states after it."""
+    """The name of a block outside the pool, 24 bytes."""
     return hash + group.to_bytes(8, "little", signed=True)
+
+
+def state_key(hash: bytes) -> bytes:
+    """The name of the recurrent states after a block outside the pool, 24 bytes. No layer group has
+    the number -1."""
+    return block_key(hash, -1)
 
 
 def miss_reason(

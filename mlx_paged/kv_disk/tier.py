@@ -12,7 +12,7 @@ from typing import Any
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES, CachedBlock
-from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
+from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key, state_key
 from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request
 
@@ -145,10 +145,8 @@ class KVDiskTier:
             blocks = self._allocator.store.blocks_of(known.block)
             self.leaving[key] = BlockTransfer(key, group, blocks)
             self._leaving_bytes += self._entry_bytes[group]
-        snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
-        has_state = snapshots is not None and size in snapshots.runs(known.block, size)
-        if snapshots is not None and has_state and key not in self.store:
-            state = snapshots.get(known.block, size).state
+        state, key = self._allocator.state_after(known.block), state_key(known.hash)
+        if state and key not in self.store:
             self.leaving[key] = BlockTransfer(key, group, (), state=state)
 
     # From the store to the pool
@@ -249,7 +247,7 @@ class KVDiskTier:
                 if payload is None:
                     awaited.absent.clear()
                     break
-                if each.group < 0:
+                if each.is_state:
                     position = (each.index + 1) * block_size
                     state = self._allocator.adopt_state(known.parent, known.tokens, position)
                     if state is not None:

@@ -258,13 +258,13 @@ def snapshots_outlive_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_snapshot_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = GroupPrefixes.attach
+    whole = GroupPrefixes.keep
 
     def keep(prefixes, sequence, tokens, snapshot):
         snapshot.position = max(1, snapshot.position - 1)
         return whole(prefixes, sequence, tokens, snapshot)
 
-    monkeypatch.setattr(GroupPrefixes, "attach", keep)
+    monkeypatch.setattr(GroupPrefixes, "keep", keep)
 
 
 def more_snapshots_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

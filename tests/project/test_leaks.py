@@ -20,7 +20,7 @@ CORE = {
     "profiling": 1,
     "kv_bits": 8,
     "states": 20,
-    "windows": 13,
+    "windows": 11,
     "cascade": 6,
     "compiled": 9,
 }
@@ -36,7 +36,7 @@ ADAPTERS = {
     "profiling": 5,
     "kv_bits": 8,
     "states": 6,
-    "windows": 10,
+    "windows": 9,
     "cascade": 5,
     "compiled": 5,
 }
@@ -89,7 +89,7 @@ WRITERS = {
 INTERNALS = {
     "private": 0,
     "scheduler": 8,
-    "allocator": 40,
+    "allocator": 39,
 }
 """Reads of another room's internals: underscores, the scheduler's, the allocator's."""
 

@@ -293,7 +293,7 @@ class FakeRunner:
         with the first position that each of them sees."""
         found = []
         for index, group in enumerate(self.allocator.groups):
-            first = 0 if group.window is None else max(0, start - group.window + 1)
+            first = group.kept_from(start + 1)
             positions = np.arange(first, stop, dtype=np.int32)
             entries = self.allocator.table(seq_id, index)[positions // self.allocator.block_size]
             members = self.allocator.store.slots(entries, positions, index).astype(np.int64)
