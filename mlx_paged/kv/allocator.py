@@ -320,7 +320,7 @@ class BlockAllocator:
         """Let later texts begin with the sequence's newest state, if its block is registered."""
         sequence = self._sequence(seq_id)
         states = sequence.states
-        if self.states is None or states is None or states.newest == EMPTY:
+        if self.states is None or states is None or states.newest == EMPTY or states.is_cached:
             return
         snapshot = Snapshot(states.newest.position, state=states.newest.id, before=states.snapshot)
         if self.prefixes.keep(sequence, tokens, snapshot):

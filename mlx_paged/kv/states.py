@@ -59,6 +59,14 @@ class SequenceStates:
         """The latest snapshot of its text, unless the snapshot has been dropped."""
         return None if self.last_snapshot is None else self.last_snapshot()
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether the prefix cache has the newest state."""
+        snapshot = self.snapshot
+        if snapshot is None or snapshot.key is None:
+            return False
+        return snapshot.position == self.newest.position
+
 
 class StateIds:
     """Gives each recurrent state an id when a step is planned, and counts who holds the state.

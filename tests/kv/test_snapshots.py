@@ -29,6 +29,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> l
     allocator.store.copies_done()
     allocator.register_tail(-1, tokens, len(tokens))
     for position in positions:
+        allocator.states_of(-1).last_snapshot = None  # the positions have no order
         allocator.advance(-1, 0, position)
         allocator.keep_state(-1, tokens)
     allocator.free(-1)
@@ -101,6 +102,20 @@ class TestWhatIsFound:
         finished(allocator, list(range(14)), 14)
         finished(allocator, list(range(11)), 11)
         assert admitted(allocator, [*range(11), 99]).num_cached == 11
+
+    def test_a_text_that_ends_where_it_began_leaves_no_second_one(self):
+        """Even if its state is now found in the block of a longer text."""
+        allocator = make_allocator()
+        finished(allocator, list(range(11)), 11)
+        finished(allocator, list(range(14)), 14)
+        prompt = [*range(11), 99]
+        allocator.admit(1, len(prompt), prompt)
+        allocator.store.copies_done()
+        allocator.register_tail(1, prompt, 11)
+        allocator.keep_state(1, prompt)
+        allocator.free(1)
+        allocator.check_integrity()
+        assert sorted(s.position for s in allocator.snapshots._by_key.values()) == [11, 14]
 
     @pytest.mark.slow
     @given(
