@@ -54,6 +54,7 @@ def check_speed(found: Findings, quick: bool) -> None:
     found.numbers["step_ms"] = parts
     text = ", ".join(f"{name.removesuffix('_ms')} {ms:.2f}" for name, ms in parts.items())
     found.lines.append(f"a decode step of {NUM_ROWS} requests, demo model, in ms: {text}")
+    check_compiled(found, 20 if quick else 60)
     if on_cpu:
         found.lines.append("on a CPU most of the launch is the model's computation")
 
@@ -95,6 +96,46 @@ def decode_rates(batch: int, context: int, most_bytes: int, rounds: int) -> dict
             run()
             times[way].append(time.perf_counter() - started)
     return {way: num_bytes / median(taken[1:]) / GB for way, taken in times.items()}
+
+
+def check_compiled(found: Findings, num_steps: int) -> None:
+    """Time steps of one request with compiled decodes and without, and say what an engine chooses
+    where the caller leaves the choice to it."""
+    model, _ = load_model()
+    ways = {"plain": False, "compiled": True, "chosen": None}
+    engines = {
+        way: Engine(model, num_blocks=64, max_running=1, compile=compile)
+        for way, compile in ways.items()
+    }
+    chosen = "plain" if calls_model(engines.pop("chosen"), type(model)) else "compiled"
+    seconds: dict[str, list[float]] = {way: [] for way in engines}
+    for engine in engines.values():
+        engine.add_request([1] * 8, max_tokens=num_steps + 8)
+    for _ in range(num_steps):
+        for way, engine in engines.items():
+            started = time.perf_counter()
+            engine.step()
+            seconds[way].append(time.perf_counter() - started)
+    times = {way: round(1000 * median(taken[2:]), 4) for way, taken in seconds.items()}
+    found.numbers["decode_ms"] = times | {"chosen": chosen}
+    text = ", ".join(f"{way} {ms:.2f}" for way, ms in times.items())
+    found.lines.append(f"a decode step of one request, demo model, in ms: {text}; chosen: {chosen}")
+
+
+def calls_model(engine: Engine, kind: type[Any]) -> bool:
+    """Whether a decode step calls the model, which is of this class. A compiled one does not."""
+    calls, call = list[object](), kind.__call__
+
+    def noted(*args: Any, **options: Any) -> Any:
+        calls.append(None)
+        return call(*args, **options)
+
+    engine.add_request([1] * 8, max_tokens=8)
+    for _ in range(4):
+        engine.step()
+    with patch.object(kind, "__call__", noted):
+        engine.step()
+    return bool(calls)
 
 
 def host_parts(num_steps: int) -> dict[str, float]:

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import product
 from statistics import median
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
-from mlx_paged.attention.forward import Chunk, Forward
+from mlx_paged.attention.forward import Chunk, Forward, path_counts
 from mlx_paged.attention.paths import max_paged_queries
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
@@ -32,8 +32,10 @@ LOGGER = logging.getLogger(__name__)
 
 PAIRS = 9  # of a plain and a compiled step that are timed, unless they take too long
 MOST_SECONDS = 0.25  # no pair begins after this time, except the first one
-USES = 3  # steps with drafts and the same number of rows, before a graph for them is traced
+USES = 3  # steps of one size before a graph for them is traced, if that is not done at the start
 MOST_DRAFT_GRAPHS = 64
+MOST_TRACE_SECONDS, MOST_TRACE_BYTES = 2.0, 2**28
+"""What is spent at the start. Buckets that are not traced then are traced when they are used."""
 
 Arrays = list[mx.array]
 """Of one forward: tokens, positions, context lengths; then slots, tables and shared prefixes of
@@ -130,7 +132,8 @@ class CompiledDecode:
         self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
         self._is_built = False  # the step that is traced now
         self._attends_in_place = max_paged_queries() > 0
-        self._uses = Counter[int]()  # steps with drafts of so many rows
+        self._uses = Counter[Hashable]()  # steps of a size
+        self._is_lazy = False  # whether some buckets were not traced at the start
         self._drafted = set[int]()  # numbers of rows of such steps that have graphs
 
     def takes(self, batch: Batch) -> bool:
@@ -142,13 +145,25 @@ class CompiledDecode:
         if self._forms:
             return batch.decodes_only and self._states.have(batch.spans, self._forms)
         if batch.decodes_only:
-            return True
+            return not self._is_lazy or self._is_traced(batch)
         if row_bucket(rows) != rows or not self._attends_in_place:
             return False
         self._uses[rows] += 1  # a trace takes as long as several plain graphs
         if self._uses[rows] >= USES and len(self._drafted) < MOST_DRAFT_GRAPHS:
             self._drafted.add(rows)
         return rows in self._drafted
+
+    def _is_traced(self, batch: Batch) -> bool:
+        """Whether there is a graph for the batch, or its size has occurred often enough for one."""
+        rows = len(batch.tokens)
+        key = [rows, rows, rows]
+        for forward in batch.forwards:
+            key += (rows, forward.block_tables.shape[1], rows)
+        size = tuple(key)
+        if size in self._functions:
+            return True
+        self._uses[size] += 1
+        return self._uses[size] >= USES
 
     def __call__(self, batch: Batch) -> Scores:
         """Logits ``[T, vocab]`` of a batch, and the most likely tokens."""
@@ -169,12 +184,18 @@ class CompiledDecode:
         return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.padding else scores
 
     def trace(self) -> None:
-        """Trace all buckets for the current stream. Nothing is evaluated."""
+        """Trace the buckets for the current stream, those of few rows first, until this has cost
+        MOST_TRACE_SECONDS or MOST_TRACE_BYTES. Nothing is evaluated."""
         before, handles, states = resident_bytes(), self._pool.handles(), self._states.loaded
+        seconds = self.traces.seconds
         rows = sorted(set(map(row_bucket, range(1, self._max_rows + 1))))
         powers = range(self._most_columns.bit_length() + 1)
         widths = sorted({column_bucket(min(self._most_columns, 1 << power)) for power in powers})
         for count, width in product(rows, widths):
+            is_costly = self.traces.seconds - seconds > MOST_TRACE_SECONDS
+            if is_costly or resident_bytes() - before > MOST_TRACE_BYTES:
+                self._is_lazy = True
+                break
             self._states.load_zeros(self._forms, count)
             self._run(self._first_tokens(count, width))
             self._pool.replace_handles(handles)
@@ -187,6 +208,7 @@ class CompiledDecode:
         pool's first blocks must be free."""
         count, ratios = len(self._pieces), list[float]()
         other = count if 2 * count <= self._pool.num_blocks else 0
+        gathers = path_counts["gather"]
         states = self._final_states()
         stop, pairs = time.perf_counter() + MOST_SECONDS, PAIRS if if_faster else 2
         while len(ratios) < 2 or (len(ratios) < pairs and time.perf_counter() < stop):
@@ -195,6 +217,8 @@ class CompiledDecode:
             self._states.loaded = states
             compiled, found = self._one_token(self._run, other)
             ratios.append(compiled / plain)
+        if path_counts["gather"] != gathers:  # the GPU's compiler refuses a kernel
+            return "gathered K/V has a length"
         if self.traces.count != 1 or None in self._functions.values():
             return "MLX cannot trace a step"
         if found != expected:

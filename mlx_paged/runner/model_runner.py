@@ -112,10 +112,10 @@ class ModelRunner:
         self._tables = self._new_tables()
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
-        """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
-        take less time) and if they are right. Return what is traced. No block may be in use."""
+        """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less
+        time) and if they are right. Return what is traced. No block may be in use."""
         self.why_plain = self._untraceable
-        if not wanted and (wanted is False or mx.default_device() != mx.cpu):  # no GPU has run them
+        if wanted is False:
             self.why_plain = "not asked for"
         if self.why_plain is not None:
             return None

@@ -84,6 +84,9 @@ class TestQuickRun:
             assert min(play["preemptions"], play["cow_clones"], play["chunk_only_steps"]) > 0
         rates = check["speed"]["numbers"]["4 x 2048 tokens"]
         assert rates.keys() == {"read", "MLX contiguous", "mlx_paged"} and min(rates.values()) > 0
+        decode = check["speed"]["numbers"]["decode_ms"]
+        assert decode["plain"] > 0 and decode["compiled"] > 0
+        assert decode["chosen"] in ("plain", "compiled")
         step = check["speed"]["numbers"]["step_ms"]
         assert step["tick_ms"] >= step["launch_ms"] >= step["async_eval_ms"] > 0
 

@@ -3,12 +3,14 @@
 from collections import Counter
 from functools import cache
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_paged import Engine
 from mlx_paged.attention import paths
 from mlx_paged.attention.forward import path_counts
+from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.model_runner import ModelRunner
 from tests.support.engine.emulated_gpu import LONG_CHUNK, HalfModel, emulate_gpu
 from tests.support.models.tiny_models import VOCAB
@@ -63,6 +65,37 @@ def test_quantized_pools_give_mlx_lms_tokens_over_what_numpy_quantizes(kv_bits, 
     ran = families(metal)
     assert min(ran[n] for n in ("paged_attention", "matrix_attention", "write_quantized")) > 0
     assert "write_kv" not in ran and path_counts["gather"] > 0
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("count", [2, 33])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
+def test_compiled_decodes_give_mlx_lms_tokens(model_type, count, monkeypatch):
+    """Launches of a compiled step: with rows of padding, and tables as wide as their bucket. The
+    emulator needs values, so that MLX calls the traced function in every step."""
+    half = half_model(model_type)
+    metal = emulate_gpu(monkeypatch)
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    monkeypatch.setattr(CompiledDecode, "problem", lambda *_, **__: None)
+    sizes = {"block_size": 16, "num_blocks": 200, "max_running": 33, "prewarm": False}
+    engine = Engine(half.model, compile=True, **sizes)
+    assert engine.runner.compiled is not None
+    rows = []
+    compute = CompiledDecode._run
+
+    def noted(compiled, arrays):
+        rows.append([arrays[0].size, arrays[4].shape[1]])
+        return compute(compiled, arrays)
+
+    monkeypatch.setattr(CompiledDecode, "_run", noted)
+    lengths = [530, 9] if count == 2 else [3 + i % 7 for i in range(count)]
+    rng = np.random.default_rng(count)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+    done = engine.generate(prompts, max_tokens=4)
+    assert [34 if count == 33 else 2, 128 if count == 2 else 32] in rows
+    same = [half.check(p, c.tokens) for p, c in zip(prompts, done, strict=True)]
+    assert sum(same) >= len(prompts) - 2
+    assert families(metal)["paged_attention"] + families(metal)["matrix_attention"] > 0
 
 
 def test_a_preempted_request_gives_mlx_lms_tokens(monkeypatch):

@@ -9,9 +9,11 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from bench.host_cost.gpu_answers import gpu_answers
 from mlx_paged import Engine
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.engine.service import EngineService
+from mlx_paged.ops import dispatch
 from mlx_paged.runner import compiled_decode
 from mlx_paged.runner.batch import column_bucket, row_bucket
 from mlx_paged.runner.compiled_decode import CompiledDecode
@@ -262,6 +264,14 @@ def test_options_change_nothing_but_their_rows(chosen):
     assert found[0] == found[1]
 
 
+@pytest.fixture
+def asked_again():
+    """The answers of a GPU are forgotten."""
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_compiled_if_faster(monkeypatch, is_faster):
     def one_token(self, run, block):
@@ -275,8 +285,51 @@ def test_compiled_if_faster(monkeypatch, is_faster):
     traces = compile_decodes(engine.runner, None, 4)
     assert (traces is not None) == is_compiled(engine) == is_faster
     assert compile_decodes(engine.runner, True, 4) is not None
-    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    assert compile_decodes(engine.runner, None, 4) is None  # no GPU has run it yet
+    assert compile_decodes(engine.runner, False, 4) is None
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_compiled_on_a_gpu_if_faster(monkeypatch, asked_again, is_faster):
+    """Python as on a GPU: MLX's own layers, and the answers of a compiler that takes all."""
+
+    def one_token(self, run, block):
+        _, bits = original(self, run, block)
+        return (1.0 if (run == self._run) == is_faster else 2.0), bits
+
+    original = CompiledDecode._one_token
+    monkeypatch.setattr(CompiledDecode, "_one_token", one_token)
+    with gpu_answers():
+        engine = Engine(build("llama"), **SMALL, compile=False, prewarm=False)
+        traces = ModelRunner.compile_decodes.__wrapped__(engine.runner, None, 4)
+    assert (traces is not None) == is_compiled(engine) == is_faster
+
+
+def test_a_refused_kernel_keeps_decodes_plain(monkeypatch, asked_again):
+    """Gathered K/V would have the width of the widest table of its bucket."""
+    with gpu_answers():
+        monkeypatch.setattr(dispatch, "_compile", lambda *_, **__: False)
+        engine = Engine(build("llama"), **SMALL, compile=True, prewarm=False)
+    assert engine.runner.why_plain == "gathered K/V has a length"
+
+
+def test_costly_buckets_are_traced_when_they_are_used_for_the_third_time(monkeypatch):
+    monkeypatch.setattr(compiled_decode, "MOST_TRACE_SECONDS", 0.0)
+    engine = Engine(build("llama"), **SMALL, compile=True, prewarm=True)
+    assert num_traces(engine) == 2  # that of the comparison, and one at the start
+    engine.generate(prompts(1), max_tokens=8)
+    assert num_traces(engine) == 2  # one row was traced at the start
+    for count in (2, 3):
+        engine.add_request(prompts(count)[-1], max_tokens=12)
+    seen = []
+    while engine.has_work:
+        engine.step()
+        seen.append(num_traces(engine))
+    assert seen[0] == seen[1] == 2 and seen[-1] == 3
+    plain = Engine(build("llama"), **SMALL, compile=False)
+    given = [prompts(2)[-1], prompts(3)[-1]]
+    assert [c.tokens for c in engine.generate(given, max_tokens=12)] == [
+        c.tokens for c in plain.generate(given, max_tokens=12)
+    ]
 
 
 def test_a_dropped_write_is_noticed(monkeypatch):
