@@ -182,7 +182,6 @@ MODEL: tuple[Flag, ...] = (
     ("--model", str, None, "", "directory or Hugging Face id (default: the built-in demo model)"),
     ("--adapter-path", str, None, "DIR", "directory of adapters (LoRA, DoRA) from mlx_lm.lora"),
     ("--trust-remote-code", SWITCH, False, "", "let the tokenizer run code from the model"),
-    ("--vision", SWITCH, False, "", "load the model with mlx-vlm, for prompts with images"),
 )
 SAMPLING: tuple[Flag, ...] = (
     ("--temp", TEMPERATURE, 0.0, "T", "sampling temperature; 0 is greedy decoding"),

@@ -5,8 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
+from mlx_paged.prompt import Prompt
 from mlx_paged.sampling_params import SamplingParams
 
 
@@ -51,7 +52,7 @@ class Request:
     seed: int  # of its random stream
     priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
     salt: bytes = b""  # only requests with equal salts share K/V
-    sight: Any = None  # the images of its prompt, as vision/sight.py describes them
+    prompt: Prompt | None = None  # None: its prompt is nothing but tokens
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
     num_prompt: int = 0
     num_computed: int = 0
@@ -71,7 +72,7 @@ class Request:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     # Of each prompt token, as far as known; None: not wanted.
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    seen_keys: list[int] = field(default_factory=list)  # the known ones of `keys` with a sight
+    known_keys: list[int] = field(default_factory=list)  # the first ones of `keys`, with a `prompt`
     grammar: Grammar | None = None  # that its generated tokens follow
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
@@ -85,12 +86,16 @@ class Request:
 
     @property
     def keys(self) -> list[int]:
-        """What its K/V depends on: its tokens, and for those of images what these show."""
-        if self.sight is None:
+        """What its K/V depends on: the keys of its prompt, then the other tokens."""
+        if self.prompt is None:
             return self.tokens
-        self.seen_keys = self.seen_keys or list(self.sight.keys)
-        self.seen_keys += self.tokens[len(self.seen_keys) :]
-        return self.seen_keys
+        self.known_keys = self.known_keys or list(self.prompt.keys)
+        self.known_keys += self.tokens[len(self.known_keys) :]
+        return self.known_keys
+
+    def prompt_of(self, tokens: list[int]) -> Prompt:
+        """A prompt that begins as this request's, with these tokens."""
+        return Prompt(tokens) if self.prompt is None else self.prompt.with_tokens(tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -222,8 +222,7 @@ class BeamSearch:
     def _fork(self, survivor: Survivor, scheduler: Scheduler) -> Request:
         parent, root = self._live[survivor.parent], self.root
         tokens = [*parent.tokens, survivor.token]
-        told = root.priority, root.salt, (), root.sight
-        child = self._make_request(tokens, root.params, 0, *told)
+        child = self._make_request(root.prompt_of(tokens), root.params, 0, root.priority, root.salt)
         child.num_prompt, child.logprobs = root.num_prompt, [*parent.logprobs, survivor.logprob]
         child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)
         self._searches[child.id] = self

@@ -15,10 +15,11 @@ from mlx_paged.formats.begins import begin_of
 from mlx_paged.formats.events import Call, Text
 from mlx_paged.formats.parser import Begin, Parser
 from mlx_paged.outputs import Completion, TokenOutput, ToolCall
+from mlx_paged.prompt import Prompt
 from mlx_paged.request import FinishReason
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.images import has_image, in_parts, is_image, knows_only_parts
-from mlx_paged.vision.prompts import Eyes
+from mlx_paged.vision.prompts import ImageProcessor
 
 Message = Mapping[str, Any]
 Chat = Sequence[Message]
@@ -31,13 +32,13 @@ class ChatPrompt:
     """A chat as a prompt.
 
     Attributes:
-        tokens: its token ids, with its images if it has some.
+        prompt: its token ids, with its images if the chat has some.
         begin: where the answer begins.
         tools: functions that the answer may call.
         continues: the answer continues the last message.
     """
 
-    tokens: list[int]
+    prompt: Prompt
     begin: Begin
     tools: tuple[Any, ...]
     continues: bool
@@ -48,19 +49,19 @@ class Chats:
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
-        eyes: makes prompts of text and images; None if the model sees no images.
+        image_processor: makes prompts of text and images; None if the model sees no images.
 
     Raises:
         ValueError: the model has no chat template.
     """
 
-    def __init__(self, tokenizer: Any, eyes: Eyes | None) -> None:
+    def __init__(self, tokenizer: Any, image_processor: ImageProcessor | None) -> None:
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ValueError(
                 "[chat] the model has no chat template: expected a chat model, or generate()"
             )
         self._tokenizer = tokenizer
-        self._eyes = eyes
+        self._image_processor = image_processor
         self._format, self._tools_problem = choice.chosen(tokenizer)
         self._only_parts = knows_only_parts(tokenizer)
         vocab = tokenizer.get_vocab()
@@ -94,7 +95,7 @@ class Chats:
             raise ValueError(f"[chat] chat_template_kwargs has {name!r}: expected {own}")
         chat = [_plain(message) for message in messages]
         images = _taken_images(chat)
-        if images and self._eyes is None:
+        if images and self._image_processor is None:
             raise ValueError("[chat] a message has an image: expected text, the model sees none")
         chat = in_parts(chat) if self._only_parts else chat
         declared = list(self._format.declared(tools)) if tools else None
@@ -116,13 +117,13 @@ class Chats:
             adds_prompt=add_generation_prompt,
             continues=continue_final_message,
         )
-        tokens: list[int]
-        if self._eyes is not None and images:
-            tokens = self._eyes(text, images)
+        processor = self._image_processor
+        if processor is not None and images:
+            prompt = processor(text, images)
         else:
-            special = self._eyes is not None and self._eyes.adds_special
-            tokens = encoded(self._tokenizer, text, add_special_tokens=special)
-        return ChatPrompt(tokens, begin, (*(tools or ()),), continue_final_message)
+            special = processor is not None and processor.adds_special
+            prompt = Prompt(encoded(self._tokenizer, text, add_special_tokens=special))
+        return ChatPrompt(prompt, begin, (*(tools or ()),), continue_final_message)
 
     def params(self, prompt: ChatPrompt, params: SamplingParams) -> SamplingParams:
         """The options of a chat's request: the marks that end an answer of this format end it, and

@@ -1,6 +1,5 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,13 @@ from mlx_paged.engine.request_maker import (
     check_queueing,
     checked_params,
 )
-from mlx_paged.engine.text import OutputProcessor, Prompt, PromptEncoder, Tokenizer
+from mlx_paged.engine.text import (
+    OutputProcessor,
+    PromptEncoder,
+    PromptLike,
+    Tokenizer,
+    why_there_is_no_token,
+)
 from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.engine.waiting_calls import Streams
 from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
@@ -131,14 +136,14 @@ class EngineCore:
         """Counters and levels of the engine as plain JSON values: see docs/metrics.md."""
         return self._recorder.metrics()
 
-    def check_prompt(self, prompt: Prompt) -> None:
+    def check_prompt(self, prompt: PromptLike) -> None:
         """Raise the ValueError that :meth:`add_request` raises for this prompt, if it does."""
         self._encode(prompt)
 
     @exclusive
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -165,8 +170,9 @@ class EngineCore:
         """
         ends = check_queueing("add_request", priority, cache_salt, turn_ends, keep)
         params = checked_params("add_request", params, options, self._encode, prompt)
-        tokens, salt = self._encode(prompt), cache_salt.encode()
-        request = self._make_request(tokens, params, params.seed, priority, salt, ends)
+        request = self._make_request(
+            self._encode(prompt), params, params.seed, priority, cache_salt.encode(), ends
+        )
         request.keep_blocks = keep
         self._admit([request], lambda: self.scheduler.add(request))
         return request.id
@@ -174,7 +180,7 @@ class EngineCore:
     @exclusive
     def add_samples(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         n: int,
         params: SamplingParams | None = None,
         *,
@@ -193,17 +199,21 @@ class EngineCore:
         n = integer("add_samples", "n", n, 1)
         ends = check_queueing("add_samples", priority, cache_salt, turn_ends)
         params = checked_params("add_samples", params, options, self._encode, prompt)
-        tokens, queued = self._encode(prompt), (priority, cache_salt.encode(), ends)
+        encoded = self._encode(prompt)
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
-        requests = [self._make_request(tokens, params, s, *queued) for s in seeds]
-        leader, *leader.samples = requests
+        requests = [
+            self._make_request(encoded, params, seed, priority, cache_salt.encode(), ends)
+            for seed in seeds
+        ]
+        leader = requests[0]
+        leader.samples = requests[1:]
         self._admit(requests, lambda: self.scheduler.add(leader))
         return [request.id for request in requests]
 
     @exclusive
     def add_beam_search(
         self,
-        prompt: Prompt,
+        prompt: PromptLike,
         num_beams: int,
         params: SamplingParams | None = None,
         *,
@@ -240,7 +250,7 @@ class EngineCore:
     def fork(
         self,
         request_id: int,
-        suffix: Prompt = (),
+        suffix: PromptLike = (),
         params: SamplingParams | None = None,
         *,
         keep: bool = False,
@@ -271,10 +281,11 @@ class EngineCore:
         require_flags("fork", keep=keep)
         inherits = params is None and not options
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
-        continuation = self._encode(suffix, continues=True)
-        tokens, seed = parent.tokens + continuation, None if inherits else given.seed
-        told = seed, parent.priority, parent.salt, (), parent.sight
-        child = self._make_request(tokens, given, *told)
+        tokens = parent.tokens + self._encode(suffix, continues=True).tokens
+        seed = None if inherits else given.seed
+        child = self._make_request(
+            parent.prompt_of(tokens), given, seed, parent.priority, parent.salt
+        )
         child.keep_blocks = keep
         self.scheduler.check_fits(child)
         if inherits and parent.grammar is not None:
@@ -429,7 +440,7 @@ class EngineCore:
             return  # it ended earlier in this very step
         cause = choice.error
         if cause is None and search is None:  # a search drops a hypothesis without a next token
-            cause = _why_there_is_no_token(choice)
+            cause = why_there_is_no_token(choice)
         if cause is not None:
             return self._fail(request, cause)
         self.device_faults = 0
@@ -486,14 +497,3 @@ class EngineCore:
             return completion
         keeps_space = bool(request.params.keep_space)
         return search.result(completion, partial(self._outputs.text_of, keeps_space=keeps_space))
-
-
-def _why_there_is_no_token(choice: SampledToken) -> Exception | None:
-    """The error of a request whose options leave no token: all its logits are NaN or -inf. None if
-    there is a token."""
-    if not math.isnan(choice.logprob) or not choice.request.may_forbid_all:
-        return None
-    return ValueError(
-        "[SamplingParams] logits_processors or logit_bias leave no token: "
-        "expected at least one finite logit, and no NaN"
-    )

@@ -15,17 +15,17 @@ from mlx_paged.engine.chats import Chat, ChatPrompt, Chats, Reader, chat_list
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.models import EngineParts, with_detokenizer
 from mlx_paged.engine.one_thread import exclusive
-from mlx_paged.engine.text import Prompt, Tokenizer, prompt_list
+from mlx_paged.engine.text import PromptLike, Tokenizer, prompt_list
 from mlx_paged.engine.waiting_calls import OnOutput
 from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.prompt import Prompt
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.vision.host import hosted
-from mlx_paged.vision.sight import SeenPrompt
+from mlx_paged.vision.host import hosted, image_processor
 
 QUEUEING = {"priority", "cache_salt", "keep", "turn_ends"}
 """Arguments of `add_request` that are no fields of SamplingParams."""
@@ -142,7 +142,7 @@ class Engine(EngineCore):
         require_model("Engine", "model", model)
         if (host := hosted(model, tokenizer)) is not None:
             model, tokenizer = host
-        self._eyes = getattr(model, "eyes", None)
+        self._image_processor = image_processor(model)
         tokenizer = with_detokenizer(tokenizer)
         config = EngineConfig(
             block_size=block_size,
@@ -200,7 +200,7 @@ class Engine(EngineCore):
     @exclusive
     def generate(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: PromptLike | Iterable[PromptLike],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_output: OnOutput | None = None,
         **options: Any,
@@ -233,7 +233,7 @@ class Engine(EngineCore):
     @exclusive
     def sample(
         self,
-        prompts: Prompt | Iterable[Prompt],
+        prompts: PromptLike | Iterable[PromptLike],
         n: int,
         params: SamplingParams | None = None,
         best_of: int | None = None,
@@ -274,7 +274,11 @@ class Engine(EngineCore):
 
     @exclusive
     def beam_search(
-        self, prompt: Prompt, num_beams: int, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: PromptLike,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> Completion:
         """The best continuation that a beam search finds; ``.beams`` has all of them.
 
@@ -285,7 +289,7 @@ class Engine(EngineCore):
 
     @exclusive
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any
     ) -> Generator[TokenOutput]:
         """Add a request and yield each of its tokens; other requests advance meanwhile.
 
@@ -311,7 +315,7 @@ class Engine(EngineCore):
         """First None, when the stream is ready; then the outputs of a request."""
         return self._streams.read(self, request_id, self._abort_dropped)
 
-    def with_images(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
+    def with_images(self, prompt: str, images: Sequence[Any]) -> Prompt:
         """A prompt with images, for any call that takes a prompt. Any thread may call this.
 
         Args:
@@ -322,16 +326,15 @@ class Engine(EngineCore):
             ValueError: the model sees nothing, an image is broken or too large, or the prompt has
                 other places.
         """
-        if self._eyes is None:
+        if self._image_processor is None:
             raise ValueError(
                 "[with_images] images are given: expected a model and a processor of mlx-vlm"
             )
-        seen: SeenPrompt = self._eyes(prompt, images)
-        return seen
+        return self._image_processor(prompt, images)
 
     @cached_property
     def _chats(self) -> Chats:
-        return Chats(self.tokenizer, self._eyes)
+        return Chats(self.tokenizer, self._image_processor)
 
     @exclusive
     def chat(
@@ -439,7 +442,7 @@ class Engine(EngineCore):
             raise ValueError("[chat] both params and options are given: expected one")
         params = self._chats.params(prompt, SamplingParams(**own) if params is None else params)
         queued = {name: value for name, value in options.items() if name in QUEUEING}
-        request_id = self.add_request(prompt.tokens, params, **queued)
+        request_id = self.add_request(prompt.prompt, params, **queued)
         return request_id, self._chats.reader(prompt, params)
 
     @property

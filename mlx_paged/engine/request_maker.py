@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require, require_flags, require_text
-from mlx_paged.engine.text import Prompt, PromptEncoder
+from mlx_paged.engine.text import PromptEncoder, PromptLike
+from mlx_paged.prompt import Prompt
 from mlx_paged.request import Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
@@ -19,7 +20,7 @@ def checked_params(
     params: SamplingParams | None,
     options: dict[str, Any],
     encoder: PromptEncoder,
-    prompt: Prompt = (),
+    prompt: PromptLike = (),
 ) -> SamplingParams:
     """`params`, or new ones made of `options`. The completion of a text keeps its first space,
     unless `keep_space` says otherwise. Raises ValueError if both are given, or this tokenizer and
@@ -89,22 +90,27 @@ class RequestMaker:
 
     def __call__(
         self,
-        tokens: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         seed: int | None,
         priority: int,
         salt: bytes,
         turn_ends: Sequence[int] = (),
-        sight: Any = None,
     ) -> Request:
-        """A request, with the sight of its tokens or this one; without a seed it gets a random one.
-        Raises ValueError for its grammar."""
+        """A request; without a seed it gets a random one. Raises ValueError for its grammar."""
         seed = int(self._rng.integers(2**63)) if seed is None else seed
-        sight = getattr(tokens, "sight", sight)
-        request = Request(self._next_id, [*tokens], params, seed, priority, salt, sight)
-        request.grammar = self._grammars.start(params, len(tokens))
+        request = Request(
+            self._next_id,
+            [*prompt.tokens],
+            params,
+            seed,
+            priority,
+            salt,
+            None if prompt.is_plain else prompt,
+        )
+        request.grammar = self._grammars.start(params, len(prompt))
         if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None] * len(tokens)
+            request.prompt_logprobs = [None] * len(prompt)
         request.turn_ends, request.arrival_time = turn_ends, self._clock()
         self._next_id += 1
         return request

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_paged.arguments import integer, require
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.text import Prompt
+from mlx_paged.engine.text import PromptLike
 from mlx_paged.engine.ticket import Inbox, Ticket
 from mlx_paged.runner.ranks import LeadingRunner
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
@@ -116,7 +116,7 @@ class EngineService:
         return self._started and not self._closed
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any
     ) -> Ticket:
         """Add a request: :meth:`Engine.add_request` on the engine's thread.
 

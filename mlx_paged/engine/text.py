@@ -12,6 +12,7 @@ from mlx_paged.engine.detokenizer import UNKNOWN, Detokenizer
 from mlx_paged.engine.spelling import detokenizer_of, spelling_of
 from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.prompt import Prompt
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.scheduler.step import SampledToken
 
@@ -139,7 +140,7 @@ class TextStream:
         return certain
 
 
-Prompt = str | Sequence[int]
+PromptLike = str | Sequence[int]
 
 _NO_SEQUENCES = (bytes, bytearray, memoryview, Set, Mapping)
 """Iterable types that hold no ordered token ids."""
@@ -166,14 +167,14 @@ class PromptEncoder:
         self.ids = ids
         self._is_chat_model = bool(getattr(tokenizer, "has_chat_template", False))
 
-    def __call__(self, prompt: Prompt, continues: bool = False) -> list[int]:
-        """Token ids of a prompt. If it `continues` another prompt, it may be empty. Raises
+    def __call__(self, prompt: PromptLike, continues: bool = False) -> Prompt:
+        """An encoded prompt. If it `continues` another prompt, it may be empty. Raises
         ValueError for an empty prompt, neither text nor token ids, a token that the embedding does
         not have, text without a tokenizer, text that UTF-8 cannot encode."""
-        if isinstance(prompt, list) and hasattr(prompt, "sight"):
-            if continues:
+        if isinstance(prompt, Prompt):
+            if continues and not prompt.is_plain:
                 raise ValueError("[fork] suffix has images: expected text or token ids")
-            self.ids.check_prompt("add_request", prompt)
+            self.ids.check_prompt("add_request", prompt.tokens)
             return prompt
         if not isinstance(prompt, str):
             tokens = _token_ids(prompt)
@@ -190,10 +191,10 @@ class PromptEncoder:
             tokens = list(self.tokenizer.encode(prompt, add_special_tokens=special))
         if not tokens:
             if continues:
-                return tokens
+                return Prompt(tokens)
             raise ValueError("[add_request] prompt is empty: expected at least one token")
         self.ids.check_prompt("add_request", tokens)
-        return tokens
+        return Prompt(tokens)
 
     def _advise_chat(self, prompt: str) -> None:
         """Log once that a chat model got a text, unless the text has marks of a chat."""
@@ -205,10 +206,10 @@ class PromptEncoder:
             )
 
 
-def prompt_list(caller: str, prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+def prompt_list(caller: str, prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
     """The prompts of a call, as a list: several, or one text or its token ids; else ValueError."""
-    if isinstance(prompts, str) or hasattr(prompts, "sight"):
-        return [prompts]  # type: ignore[list-item]
+    if isinstance(prompts, str | Prompt):
+        return [prompts]
     each = _items(caller, "prompts", prompts, "text, token ids, or a sequence of these")
     is_token = [isinstance(x, Integral) or getattr(x, "ndim", None) == 0 for x in each[:1]]
     return [each] if any(is_token) else each
@@ -315,3 +316,14 @@ class OutputProcessor:
         """Expect no more tokens of a request; return its text so far."""
         self._stop_ids.pop(request.id, None)
         return self._texts.pop(request.id, None)
+
+
+def why_there_is_no_token(choice: SampledToken) -> Exception | None:
+    """The error of a request whose options leave no token: all its logits are NaN or -inf. None if
+    there is a token."""
+    if not math.isnan(choice.logprob) or not choice.request.may_forbid_all:
+        return None
+    return ValueError(
+        "[SamplingParams] logits_processors or logit_bias leave no token: "
+        "expected at least one finite logit, and no NaN"
+    )

@@ -28,6 +28,7 @@ from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
 from mlx_paged.protocol.replies import Reply, ResponseReply
 from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.vision.host import image_processor
 
 NO_LIMIT = 1 << 40  # tokens of a context
 PREFIX = "batch_req_"
@@ -54,7 +55,7 @@ class BatchModel:
         self._tokenizer = tokenizer
         self._format, self._abilities = format_of(tokenizer)
         self._context = context or NO_LIMIT
-        self._eyes = getattr(model, "eyes", None)
+        self._image_processor = image_processor(model)
         self.traits = self._with(TokenIds(None, None, tokenizer))  # the engine has not probed it
 
     def attach(self, engine: Engine) -> None:
@@ -77,7 +78,7 @@ class BatchModel:
             token_ids,
             max_context=self._context,
             has_states=False,
-            eyes=self._eyes,
+            image_processor=self._image_processor,
         )
 
 

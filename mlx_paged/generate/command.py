@@ -33,6 +33,7 @@ from mlx_paged.loading import context_length, engine_options, load_model
 from mlx_paged.outputs import Completion
 from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.starting import INTERRUPTED
+from mlx_paged.vision.host import image_processor
 from mlx_paged.vision.images import knows_only_parts
 
 FAILED = 1
@@ -84,8 +85,9 @@ def _prepare(args: argparse.Namespace) -> Prepared:
         check_batch_flags(args)
     for path in written_files(args).values():  # a path that cannot be written fails before the work
         Path(path).open("a", encoding="utf-8").close()
-    files = args.model, args.adapter_path, args.trust_remote_code
-    model, tokenizer = load_model(*files, args.vision)
+    model, tokenizer = load_model(
+        args.model, args.adapter_path, args.trust_remote_code, args.vision
+    )
     model = joined(model)
     try:
         for token in args.extra_eos_token:
@@ -93,13 +95,23 @@ def _prepare(args: argparse.Namespace) -> Prepared:
     except ValueError as error:
         raise ValueError(f"--extra-eos-token: {error}") from error
     params = params_of(args, tokenizer)
-    sight = getattr(model, "eyes", None), knows_only_parts(tokenizer)
     context = context_length(args.model)
     if specs[0].batch is not None:
         jobs = _batch_jobs(specs, BatchModel(model, tokenizer, args, context))
     else:
-        given = params, tokenizer, args, *sight, context
-        jobs = [make_job(i, spec, *given) for i, spec in enumerate(specs, start=1)]
+        jobs = [
+            make_job(
+                number,
+                spec,
+                params,
+                tokenizer,
+                args,
+                image_processor(model),
+                knows_only_parts(tokenizer),
+                context,
+            )
+            for number, spec in enumerate(specs, start=1)
+        ]
     answered = read_answers(args.output, jobs) if args.resume else {}
     jobs = [job for job in jobs if job.number not in answered]
     if any(job.repeats for job in jobs):

@@ -17,6 +17,7 @@ from mlx_paged.cli import (
     number,
 )
 from mlx_paged.option_kinds import OneOf
+from mlx_paged.vision.flags import VISION
 
 DIVISOR = number(float, 0, 1e6, "a number >= 0")
 PENALTY = number(float, -1e6, 1e6, "a number")
@@ -103,7 +104,7 @@ KEEP_SPACE = "keep the first space of a text (default: unless a chat template ma
 REFUSAL = {"action": cli.Refused, "nargs": "*"}
 
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
-    "model": cli.MODEL,
+    "model": (*cli.MODEL, VISION),
     "prompts: --prompt, --prompts-file or both": (
         ("--prompt -p", TEXTS, [], "TEXT", "prompt text; '-' reads stdin; may be repeated"),
         ("--prompts-file", str, None, "FILE.jsonl", PROMPTS_FILE),

@@ -20,11 +20,12 @@ from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.prompt import Prompt
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT
 from mlx_paged.protocol.prompts import num_fitting
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.images import MAX_BYTES, has_image, in_parts, parts_of
-from mlx_paged.vision.prompts import Eyes
+from mlx_paged.vision.prompts import ImageProcessor
 
 SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed")]
 """Fields of SamplingParams that may have a flag of the same name. The engine takes --seed."""
@@ -39,7 +40,7 @@ class Job:
 
     number: int  # its place in the input, from 1
     spec: PromptSpec
-    tokens: list[int]
+    tokens: Sequence[int]  # with its images, if the prompt has some
     params: SamplingParams
     n: int  # completions to return
     args: argparse.Namespace  # of the command
@@ -73,8 +74,7 @@ class Job:
         args = self.args
         search = args.beams, args.best_of, args.length_penalty, args.early_stopping
         model = args.model, args.adapter_path
-        sight = getattr(self.tokens, "sight", None)
-        keys = self.tokens if sight is None else sight.keys
+        keys = self.tokens.keys if isinstance(self.tokens, Prompt) else self.tokens
         text = repr((self.spec.id, keys, self.params, self.n, search, model))
         return sha256(text.encode()).hexdigest()[:16]
 
@@ -142,24 +142,27 @@ def make_job(
     params: SamplingParams,
     tokenizer: TokenizerWrapper,
     args: argparse.Namespace,
-    eyes: Eyes | None = None,
+    image_processor: ImageProcessor | None = None,
     only_parts: bool = False,
     context: int | None = None,
 ) -> Job:
-    """Encode a prompt, its images by `eyes`, and check its options. --seed gives each prompt a seed
-    of its own, which does not depend on the other prompts. `max_tokens` is cut to what `context`
-    leaves; the job is refused if that is nothing. Raises ValueError, which names the prompt's
-    source."""
+    """A prompt that is encoded and whose options are checked. --seed gives each prompt a seed of
+    its own, which does not depend on the other prompts. `max_tokens` is cut to what `context`
+    leaves; the job is refused if that is nothing.
+
+    Raises:
+        ValueError: the prompt or an option is wrong; the message names the prompt's source.
+    """
     try:
         asked = spec.options.get("max_tokens", params.max_tokens)
         params = replace(params, **{k: v for k, v in spec.options.items() if k != "max_tokens"})
         if args.seed is not None and params.seed is None:
             params = replace(params, seed=seed_of(args.seed, number))
-        if spec.images and eyes is None:
+        if spec.images and image_processor is None:
             raise ValueError("images are given: expected --vision and a model that sees")
         if params.keep_space is None:
             params = replace(params, keep_space=not _has_template(tokenizer, args))
-        tokens = _encode(spec, tokenizer, args, eyes, only_parts)
+        tokens = _encode(spec, tokenizer, args, image_processor, only_parts)
         if not tokens:
             raise ValueError("the prompt is empty")
         n = args.n if spec.n is None else spec.n
@@ -246,9 +249,9 @@ def _encode(
     spec: PromptSpec,
     tokenizer: TokenizerWrapper,
     args: argparse.Namespace,
-    eyes: Eyes | None,
+    image_processor: ImageProcessor | None,
     only_parts: bool,  # what the chat template knows, as `knows_only_parts` tells
-) -> list[int]:
+) -> Sequence[int]:
     images = [_image(path) for path in spec.images]
     if not _has_template(tokenizer, args):
         named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in CHAT_FLAGS}
@@ -256,7 +259,9 @@ def _encode(
             if value is not None:
                 raise ValueError(f"{name} needs a chat template, which is absent or ignored")
         plain = spec.prompt or ""
-        return eyes(plain, images) if eyes and images else list(tokenizer.encode(plain))
+        if image_processor and images:
+            return image_processor(plain, images)
+        return list(tokenizer.encode(plain))
     messages = deepcopy(spec.messages) or [{"role": "user", "content": spec.prompt}]
     if images and not any(has_image(message.get("content")) for message in messages):
         content = [{"type": "image"}] * len(images) + parts_of(messages[-1].get("content"))
@@ -273,9 +278,9 @@ def _encode(
         text = rendered(tokenizer, messages, **options | (args.chat_template_config or {}))
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages: {error}") from error
-    if eyes and images:
-        return eyes(text, images)
-    adds_special = eyes is not None and eyes.adds_special
+    if image_processor and images:
+        return image_processor(text, images)
+    adds_special = image_processor is not None and image_processor.adds_special
     return encoded(tokenizer, text, add_special_tokens=adds_special)
 
 

@@ -8,7 +8,7 @@ from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.formats import choice
 from mlx_paged.formats.format import Format
 from mlx_paged.protocol.templates import Abilities, tried
-from mlx_paged.vision.prompts import Eyes
+from mlx_paged.vision.prompts import ImageProcessor
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class ModelTraits:
     longest_token: int  # bytes
     abilities: Abilities  # of its chat template
     has_states: bool  # of recurrent layers, so that only prompts up to kept ones are shared
-    eyes: Eyes | None = None  # makes its prompts with images
+    image_processor: ImageProcessor | None = None  # makes its prompts with images
 
     @property
     def is_running(self) -> bool:
@@ -57,7 +57,7 @@ def traits_of(
     *,
     max_context: int,
     has_states: bool,
-    eyes: Eyes | None,
+    image_processor: ImageProcessor | None,
 ) -> ModelTraits:
     """The traits of a model; :func:`format_of` gives its format and its abilities."""
     newline = tokenizer.encode("\n", add_special_tokens=False)
@@ -71,5 +71,5 @@ def traits_of(
         longest_token=max(len(token.encode()) for token in tokenizer.get_vocab()),
         abilities=abilities,
         has_states=has_states,
-        eyes=eyes,
+        image_processor=image_processor,
     )

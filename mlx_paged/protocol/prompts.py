@@ -1,6 +1,7 @@
 """Turns a request into token ids as mlx-lm's server does. Any thread may call these functions."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from math import ceil
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from mlx_paged.chat.marks import all_plain
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.formats.begins import begin_of
 from mlx_paged.formats.parser import Begin
+from mlx_paged.prompt import Prompt as PromptOfImages
 from mlx_paged.protocol import constraints, images, thinking
 from mlx_paged.protocol.constraints import require
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT, SAMPLING, Fields
@@ -28,10 +30,15 @@ from mlx_paged.vision.images import has_image, in_parts
 class Prompt(NamedTuple):
     """The token ids of a prompt."""
 
-    tokens: list[int]
+    tokens: Sequence[int]  # with its images, if the prompt has some
     text: str  # of the prompt, for requests with `echo`; else empty
     begin: Begin = Begin.START  # of the answer
     turn_ends: tuple[int, ...] = ()  # where later prompts may depart from it
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of its images, which the request holds."""
+        return self.tokens.nbytes if isinstance(self.tokens, PromptOfImages) else 0
 
 
 def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) -> list[Prompt]:
@@ -48,9 +55,10 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
     try:
         if "messages" not in fields:
             return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
-        if not (model.eyes and model.abilities.shows_results):
+        if not (model.image_processor and model.abilities.shows_results):
             fields = fields | {"messages": images.told(fields["messages"])}
-        given, sees = images.taken(fields["messages"]), model.eyes and tokenizer.has_chat_template
+        given = images.taken(fields["messages"])
+        sees = model.image_processor and tokenizer.has_chat_template
         require(not given or sees, "messages", "text only: this model sees no images", "one")
         if not tokenizer.has_chat_template:
             name, is_free = "continue_final_message", not fields["continue_final_message"]
@@ -63,17 +71,18 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
         chat_args = template_args | own | fields["chat_template_kwargs"]
         text = _rendered(model, fields, chat_args)
         ends: tuple[int, ...] = ()
-        if given and model.eyes is not None:
+        if given and model.image_processor is not None:
             _tokens(model, text, fields, add_special_tokens=False)  # an image has one or more
-            tokens: list[int] = model.eyes(text, given)
+            tokens: Sequence[int] = model.image_processor(text, given)
             _check_room(model, fields, len(tokens))
         else:
-            adds_special = model.eyes is not None and model.eyes.adds_special
-            tokens = _tokens(model, text, fields, add_special_tokens=adds_special)
+            processor = model.image_processor
+            adds_special = processor is not None and processor.adds_special
+            tokens = plain = _tokens(model, text, fields, add_special_tokens=adds_special)
             if model.has_states and not fields["continue_final_message"]:
                 render = partial(_render, model, fields["tools"], chat_args)
                 with may_take_long():
-                    ends = turn_ends(tokenizer, render, fields["messages"], text, tokens)
+                    ends = turn_ends(tokenizer, render, fields["messages"], text, plain)
         return [Prompt(tokens, "", _begin(model, fields, chat_args, text), ends)]
     except ContextExceeded:
         raise

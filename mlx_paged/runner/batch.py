@@ -184,7 +184,7 @@ class Batch:
             tokens before these. Their rows of logits are the last ones.
         spans: of the sequences, in the order of their rows.
         seq_ids: the sequence of each span.
-        seen: the sight of each span that has one, the span's start and stop, and its first row.
+        first_rows: ``[S]`` int32, on the host: of each span its first row.
         shared_keys: keys that sequences share with others, in the layer group with the most.
     """
 
@@ -215,14 +215,12 @@ class Batch:
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
         self._lengths = self._stops - self._starts
-        self._first_rows = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
+        self.first_rows = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
         self._positions = self._starts
         if self.num_decodes < len(spans):
-            offsets = np.repeat(self._starts - self._first_rows, self._lengths)
+            offsets = np.repeat(self._starts - self.first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
-        firsts = zip(spans, self._first_rows.tolist(), strict=True)
-        self.seen = [(s.request.sight, s.start, s.stop, i) for s, i in firsts if s.request.sight]
         tables = tables or BatchTables.of_groups(allocator)
         pads = tables[0].padded and self.decodes_only
         self.padding = pads * (row_bucket(self.num_tokens) - self.num_tokens)
@@ -247,7 +245,7 @@ class Batch:
         cu_seqlens = sequences = None
         if is_ragged:
             next_offset = mx.array(self._positions + np.int32(1))
-            cu_seqlens = mx.array(np.append(self._first_rows, np.int32(self.num_tokens)))
+            cu_seqlens = mx.array(np.append(self.first_rows, np.int32(self.num_tokens)))
             sequences = mx.array(self._sequences)
         forwards = []
         self.shared_keys = 0
@@ -295,7 +293,7 @@ class Batch:
         chunks: list[list[Chunk]] = [[] for _ in block_tables]
         for index in range(count, len(self.seq_ids)):
             first, start, length = (
-                int(of[index]) for of in (self._first_rows, self._starts, self._lengths)
+                int(of[index]) for of in (self.first_rows, self._starts, self._lengths)
             )
             width = allocator.blocks_needed(start + length) * allocator.groups[group].pieces
             for member, blocks in enumerate(block_tables[:, index, :width]):
@@ -323,7 +321,7 @@ class Batch:
     def _choose_rows(self, spans: Sequence[Span], scores: bool) -> None:
         """Set which requests get a token, and from which rows of logits."""
         drawing = [span for span in spans if span.samples]
-        rows, lengths = self._first_rows + self._lengths - 1, self._stops
+        rows, lengths = self.first_rows + self._lengths - 1, self._stops
         if len(drawing) < len(spans):
             draws = np.array([span.samples for span in spans])
             rows, lengths = rows[draws], lengths[draws]
@@ -346,7 +344,7 @@ class Batch:
             self.scored = [(s.request, each) for s, each in zip(spans, found, strict=True) if each]
             if self.scored and self.logits_of is None:
                 self.logits_of = mx.arange(len(rows), dtype=mx.int32)
-            offsets = self._first_rows - self._starts
+            offsets = self.first_rows - self._starts
             of_scored = (np.array(each) + at for each, at in zip(found, offsets, strict=True))
             rows = np.concatenate([rows, *of_scored]).astype(np.int32)
         self._sampled_rows = rows
@@ -371,7 +369,7 @@ class Batch:
         assert coming is not None
         sources = np.arange(len(tokens), dtype=np.int32)
         rows = [coming.row_of[spans[i].request.id] for i in late]
-        sources[self._first_rows[late]] = len(tokens) + np.array(rows)
+        sources[self.first_rows[late]] = len(tokens) + np.array(rows)
         return mx.concatenate([as_int32(tokens), coming.tokens])[mx.array(sources)]
 
     @cached_property

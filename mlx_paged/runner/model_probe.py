@@ -25,6 +25,7 @@ from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.options import KVBits
+from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates, empty_like
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
@@ -179,7 +180,8 @@ def probe(model: nn.Module) -> ModelProfile:
     are_rows = diverted and (diverts_states or not recurrent)
     batching = Batching.MIXED if are_rows else Batching.ALTERNATE
     decode = None
-    if name not in ONE_AT_A_TIME and not getattr(model, "one_at_a_time", False):
+    is_alone = isinstance(model, HostedModel) and model.one_at_a_time
+    if name not in ONE_AT_A_TIME and not is_alone:
         try:
             decode = _recorders(_trace(model, rows=TRACE_ROWS, length=1))
         except UnsupportedModelError:

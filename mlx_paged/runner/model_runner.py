@@ -32,6 +32,7 @@ from mlx_paged.runner.device_errors import (
     telling_errors,
     waiting,
 )
+from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
@@ -80,6 +81,7 @@ class ModelRunner:
         make_sampler: Callable[[], Sampler] = Sampler,
     ) -> None:
         self.model, self._lock = model, lock_of(model)
+        self._hosted = model if isinstance(model, HostedModel) else None
         self.allocator = allocator
         self.pool = pool
         self.batching = profile.batching
@@ -134,8 +136,10 @@ class ModelRunner:
 
     @property
     def _extra_seconds(self) -> float:
-        seconds = 0.0 if self.compiled is None else self.compiled.traces.seconds
-        return seconds + getattr(self.model, "seconds_of_images", 0.0)
+        """The seconds so far of launches that were not the model's forwards."""
+        traced = 0.0 if self.compiled is None else self.compiled.traces.seconds
+        hosted = 0.0 if self._hosted is None else self._hosted.extra_seconds
+        return traced + hosted
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
@@ -396,9 +400,9 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
-        seen = self.model.arguments(batch) if batch.seen else {}
+        more = {} if self._hosted is None else self._hosted.arguments(batch)
         compiled, are_rows = self.compiled, batch.layout is Layout.ROWS
-        takes = compiled is not None and not seen and compiled.takes(batch)
+        takes = compiled is not None and not more and compiled.takes(batch)
         states: AbstractContextManager[None] = nullcontext()
         if self._is_recurrent:
             states = self.states.computing(batch.spans, are_rows and not takes, batch.padding)
@@ -411,17 +415,17 @@ class ModelRunner:
         if rows is not None:
             selected = self.logit_rows.only(rows, axis, by_heads=self._heads_take_rows)
         with selected, states, self._narrowed(batch):
-            logits = self._graph(batch.inputs, batch.forwards, **seen)
+            logits = self._graph(batch.inputs, batch.forwards, **more)
         if rows is not None and not self.logit_rows.were_taken:
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)[: batch.num_tokens if rows is None else None], None
 
-    def _graph(self, inputs: mx.array, forwards: Sequence[Forward], **seen: Any) -> mx.array:
+    def _graph(self, inputs: mx.array, forwards: Sequence[Forward], **more: Any) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
         with self._lock, attention_hook(), self.cpu_layers.diverted():
-            logits: mx.array = self.model(inputs, cache=self.caches, **seen)
+            logits: mx.array = self.model(inputs, cache=self.caches, **more)
         return logits
 
 

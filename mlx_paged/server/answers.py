@@ -207,8 +207,7 @@ class Answer(Reply):
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
                 self.share.grow(self._num_scores(params) * ENTRY_BYTES, "the answer")
-                sights = [getattr(prompt.tokens, "sight", None) for prompt in self.prompts]
-                stack.enter_context(model.holding(sum(s.nbytes for s in sights if s is not None)))
+                stack.enter_context(model.holding(sum(p.held_bytes for p in self.prompts)))
                 for each in params:
                     if not model.service.has_compiled(each):
                         await run(self.state.compiles, self.compile, model.service.compile, each)

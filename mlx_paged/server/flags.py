@@ -13,6 +13,7 @@ from mlx_paged.option_kinds import Kind, read_number
 from mlx_paged.protocol.fields import MAX_SAMPLES
 from mlx_paged.server import keys, tls
 from mlx_paged.server.keys import API_KEY_VARIABLE
+from mlx_paged.vision.flags import VISION
 
 FORMAT_NAMES = [form.name for form in FORMATS]
 STYLE_NAMES = [*STYLES, NONE]
@@ -73,6 +74,7 @@ MODEL_NAMES = "more models that requests may name (default: the hub's cache on a
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "model": (
         *cli.MODEL,
+        VISION,
         ("--served-model-name", _names, None, "NAMES", "names of --model, comma-separated"),
         ("--max-models", COUNT_OR_NONE, 1, "N", "models in memory, with --model; 0: no others"),
         ("--models-dir", str, None, "DIR", "folder of models that requests may name"),

@@ -24,6 +24,7 @@ from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.runner.ranks import joined
 from mlx_paged.server import heap
 from mlx_paged.server.flags import engine_options
+from mlx_paged.vision.host import image_processor
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         engine.token_ids,
         max_context=room,
         has_states=engine.manager.profile.recurrent,
-        eyes=getattr(model, "eyes", None),
+        image_processor=image_processor(model),
     )
     service = EngineService(engine).start()
     try:

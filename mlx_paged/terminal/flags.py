@@ -16,7 +16,7 @@ REFUSED = {
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "model": (
         ("--model", str, None, "", "directory or Hugging Face id of a chat model; required"),
-        *cli.MODEL[1:3],
+        *cli.MODEL[1:],
     ),
     "chat": (
         ("--system-prompt", str, None, "TEXT", "system message at the beginning of the chat"),

@@ -19,11 +19,12 @@ from mlx_lm.utils import load_tokenizer
 
 from mlx_paged.arguments import missing
 from mlx_paged.runner.batch import Batch
+from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
 from mlx_paged.runner.ranks import Ranks
 from mlx_paged.runner.skip_unsampled import attached_to, lock_of, override
-from mlx_paged.vision.prompts import Eyes
-from mlx_paged.vision.sight import Picture, Sight, size_of
+from mlx_paged.vision.image_spans import ImageSpans, Picture, size_of
+from mlx_paged.vision.prompts import ImageProcessor
 
 KEPT_BYTES = 256 << 20
 """Bytes of pictures' features that are kept for later requests."""
@@ -110,7 +111,8 @@ def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None"
         raise UnsupportedModelError(f"model {kind} of mlx-vlm is refused: {reason or known}")
     seeing = attached_to(model, "seeing", SeeingModel)
     if hasattr(processor, "tokenizer"):
-        seeing.eyes, processor = Eyes(model, processor), processor.tokenizer
+        seeing.processor = ImageProcessor(model, processor)
+        processor = processor.tokenizer
     return seeing, processor
 
 
@@ -166,7 +168,33 @@ class PictureFeatures:
         return found
 
 
-class SeeingModel(nn.Module):
+class _ImageRows(NamedTuple):
+    """The rows of a batch that compute a sequence with images.
+
+    Attributes:
+        spans: the images of the sequence's prompt.
+        start: the position of the first row's token in the sequence.
+        stop: the position after the last row's.
+        row: the index of the first row.
+    """
+
+    spans: ImageSpans
+    start: int
+    stop: int
+    row: int
+
+
+def _image_rows(batch: Batch) -> list[_ImageRows]:
+    """The rows of each sequence whose prompt has images."""
+    found = []
+    for span, row in zip(batch.spans, batch.first_rows, strict=True):
+        prompt = span.request.prompt
+        if prompt is not None and isinstance(prompt.image_spans, ImageSpans):
+            found.append(_ImageRows(prompt.image_spans, span.start, span.stop, int(row)))
+    return found
+
+
+class SeeingModel(HostedModel):
     """A model of mlx-vlm that is called as one of mlx-lm.
 
     Attributes:
@@ -175,7 +203,7 @@ class SeeingModel(nn.Module):
             change.
         pictures: the features of images.
         one_at_a_time: rows of a batch cannot have positions of their own.
-        eyes: makes prompts with images; None without a processor.
+        processor: makes prompts with images; None: mlx-vlm's processor is not known.
     """
 
     def __init__(self, vlm: Any) -> None:
@@ -185,7 +213,7 @@ class SeeingModel(nn.Module):
         self.has_positions = hasattr(language, "get_rope_index")
         self.one_at_a_time = getattr(language, "model_type", "") in SCALED_BY_FIRST_ROW
         self.pictures = PictureFeatures(vlm)
-        self.eyes: Eyes | None = None
+        self.processor: ImageProcessor | None = None
         for _, module in language.named_modules():
             if hasattr(module, "_deepstack_process"):
                 override(module, "_deepstack_process", _add_deep)
@@ -206,7 +234,7 @@ class SeeingModel(nn.Module):
         return [version("mlx-vlm"), repr(self.vlm.config)]
 
     @property
-    def seconds_of_images(self) -> float:
+    def extra_seconds(self) -> float:
         """How long the vision tower took so far."""
         return self.pictures.seconds
 
@@ -229,24 +257,25 @@ class SeeingModel(nn.Module):
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What a batch with pictures needs beside its tokens; nothing if no row needs anything."""
-        if not batch.seen:
+        rows = _image_rows(batch)
+        if not rows:
             return {}
         with lock_of(self):
-            found = self._embeddings(batch)
+            found = self._embeddings(batch, rows)
         if self.has_positions:
-            found["position_ids"] = mx.array(_shaped(_positions(batch), batch, 1))
+            found["position_ids"] = mx.array(_shaped(_positions(batch, rows), batch, 1))
         return found
 
-    def _embeddings(self, batch: Batch) -> dict[str, Any]:
+    def _embeddings(self, batch: Batch, image_rows: Sequence[_ImageRows]) -> dict[str, Any]:
         """Arguments for the features of the batch's tokens of pictures."""
         index = np.arange(len(batch.tokens))
         parts: list[Features] = []
         num_seen = 0
-        for sight, start, stop, row in batch.seen:
-            numbers = sight.places[start:stop]
+        for spans, start, stop, row in image_rows:
+            numbers = spans.features[start:stop]
             at = np.flatnonzero(numbers >= 0)
             if len(at):
-                features, first = self._features(sight, numbers[at[0]], numbers[at[-1]])
+                features, first = self._features(spans, numbers[at[0]], numbers[at[-1]])
                 index[row + at] = len(index) + num_seen + numbers[at] - first
                 parts += features
                 num_seen += sum(len(each.embeddings) for each in features)
@@ -267,11 +296,16 @@ class SeeingModel(nn.Module):
             found["visual_pos_masks"] = mx.ones(batch.inputs.shape, mx.bool_)
         return found
 
-    def _features(self, sight: Sight, first: int, last: int) -> tuple[list[Features], int]:
+    def _features(self, spans: ImageSpans, first: int, last: int) -> tuple[list[Features], int]:
         """The features of the pictures from one number to another, and the first one's number."""
-        low, high = np.searchsorted(sight.first, [first, last], side="right") - 1
-        pictures = sight.pictures[low : high + 1]
-        return [self.pictures.of(picture) for picture in pictures], int(sight.first[low])
+        low, high = np.searchsorted(spans.first, [first, last], side="right") - 1
+        pictures = spans.pictures[low : high + 1]
+        return [self.pictures.of(picture) for picture in pictures], int(spans.first[low])
+
+
+def image_processor(model: nn.Module) -> ImageProcessor | None:
+    """What makes prompts of text and images for a model; None if the model sees no images."""
+    return model.processor if isinstance(model, SeeingModel) else None
 
 
 def _add_deep(original: Any, hidden: mx.array, is_seen: mx.array, deep: mx.array) -> mx.array:
@@ -281,15 +315,15 @@ def _add_deep(original: Any, hidden: mx.array, is_seen: mx.array, deep: mx.array
     return hidden + deep.astype(hidden.dtype)
 
 
-def _positions(batch: Batch) -> Any:
+def _positions(batch: Batch, image_rows: Sequence[_ImageRows]) -> Any:
     """``[3, T + padding]``: where each token of a batch is in time, height and width."""
     found = np.broadcast_to(np.array(batch.positions), (3, len(batch.tokens))).copy()
-    for sight, start, stop, row in batch.seen:
-        if sight.positions is not None:
-            known = sight.positions[:, start:stop]
+    for spans, start, stop, row in image_rows:
+        if spans.positions is not None:
+            known = spans.positions[:, start:stop]
             end = row + known.shape[1]
             found[:, row:end] = known
-            found[:, end : row + stop - start] += sight.delta
+            found[:, end : row + stop - start] += spans.delta
     return found
 
 

@@ -1,4 +1,4 @@
-"""Prompts with images: tokens, pictures, and where both are. Any thread may make them."""
+"""Makes prompts with images. Any thread may make them."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -12,15 +12,16 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_paged import ops
 from mlx_paged.chat.encoding import mark_places
 from mlx_paged.chat.marks import divided, spare
+from mlx_paged.prompt import Prompt
+from mlx_paged.vision.image_spans import ImageSpans, Picture
 from mlx_paged.vision.images import opened
-from mlx_paged.vision.sight import Picture, SeenPrompt, Sight
 
 PLACEHOLDERS = ("<image>", "<|image|>", "[IMG]")
 INTERNAL = "<|placeholder|>"
 """Stands for an image token in some processors while they work; no prompt has such a place."""
 
 
-class Eyes:
+class ImageProcessor:
     """Makes prompts of text and images by a processor of mlx-vlm.
 
     Attributes:
@@ -35,7 +36,7 @@ class Eyes:
         self.adds_special = bool(should_add_special_tokens(vlm.config.model_type, processor))
         self._lock = Lock()  # a processor serves one thread at a time
 
-    def __call__(self, prompt: str, images: Sequence[Any]) -> SeenPrompt:
+    def __call__(self, prompt: str, images: Sequence[Any]) -> Prompt:
         """A prompt with a place for each image.
 
         Args:
@@ -48,12 +49,12 @@ class Eyes:
         pixels = opened(images)
         try:
             with self._lock:
-                return self._seen(prompt, pixels)
+                return self._read(prompt, pixels)
         except Exception as error:  # a processor can raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(f"the model's processor refuses the images: {reason}") from error
 
-    def _seen(self, prompt: str, pixels: Sequence[Any]) -> SeenPrompt:
+    def _read(self, prompt: str, pixels: Sequence[Any]) -> Prompt:
         mark = spare([prompt])
         marked = divided(prompt, mark).replace(INTERNAL, f"<{mark}{INTERNAL[1:]}")
         tokens, whole = self._processed(marked, pixels)
@@ -67,7 +68,7 @@ class Eyes:
             if len(alone) == 1:
                 raise ValueError("the prompt has more places than the image takes")
             alone = [self._picture(tokens, whole)]
-        return seen_prompt(self._vlm, tokens, alone)
+        return image_prompt(self._vlm, tokens, alone)
 
     def _without_marks(
         self, mark: str, tokens: list[int], inputs: dict[str, Any]
@@ -121,7 +122,7 @@ class Eyes:
         return tokens, kept
 
 
-def seen_prompt(vlm: Any, tokens: Sequence[int], pictures: Sequence[Picture]) -> SeenPrompt:
+def image_prompt(vlm: Any, tokens: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
     """A prompt of a model of mlx-vlm.
 
     Args:
@@ -140,7 +141,8 @@ def seen_prompt(vlm: Any, tokens: Sequence[int], pictures: Sequence[Picture]) ->
         )
         positions = np.array(_as_numpy(found), np.int32)[:, 0]
         delta = int(np.reshape(_as_numpy(deltas), -1)[0])
-    return SeenPrompt(tokens, Sight(tokens, pictures, is_image, positions, delta))
+    spans = ImageSpans(tokens, pictures, is_image, positions, delta)
+    return Prompt(list(tokens), spans)
 
 
 def image_tokens(config: Any, inputs: dict[str, Any]) -> list[int]:

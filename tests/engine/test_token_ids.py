@@ -8,10 +8,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import BatchGenerator, Engine
 from mlx_paged.engine.token_ids import TokenIds
+from mlx_paged.prompt import Prompt
 from mlx_paged.request import FinishReason
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.vision.sight import SeenPrompt, Sight
+from mlx_paged.vision.image_spans import ImageSpans
 from tests.support.commands.server_harness import demo
 from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, build
 from tests.support.models.tiny_models import tiny_model
@@ -98,7 +99,7 @@ def test_suffixes_of_forks_have_tokens_of_the_embedding(engine, token):
 @pytest.mark.parametrize("token", [-200, ROWS, 10**30])
 def test_prompts_with_images_have_tokens_of_the_embedding(engine, token):
     tokens = [1, token, 2]
-    seen = SeenPrompt(tokens, Sight(tokens, [], np.zeros(3, bool)))
+    seen = Prompt(tokens, ImageSpans(tokens, [], np.zeros(3, bool)))
     with pytest.raises(ValueError, match=f"prompt has token {token}"):
         engine.add_request(seen, max_tokens=2)
 

@@ -13,7 +13,15 @@ import mlx_paged
 
 PACKAGE = Path(mlx_paged.__file__).parent
 
-REQUESTS = {"arguments", "options", "option_kinds", "request", "sampling_params", "outputs"}
+REQUESTS = {
+    "arguments",
+    "options",
+    "option_kinds",
+    "prompt",
+    "request",
+    "sampling_params",
+    "outputs",
+}
 COMMAND = {"cli", "loading", "starting"}
 MAY_IMPORT = {
     "server": {
@@ -49,7 +57,7 @@ MAY_IMPORT = {
         )
     },
     "formats": {"chat", "outputs", "sampling_params"},
-    "vision": {"arguments", "chat", "runner", "ops"},
+    "vision": {"arguments", "chat", "cli", "prompt", "runner", "ops"},
     "chat": set[str](),
     "loading": {"cli", "options", "vision", "runner"},
     "cli": {"arguments", "option_kinds", "options"},
@@ -62,7 +70,8 @@ MAY_IMPORT = {
     "kv_disk": {"cli", "kv", "ops", "request", "starting"},
     "attention": {"kv", "ops"},
     "outputs": {"request", "sampling_params"},
-    "request": {"kv", "sampling_params"},
+    "request": {"kv", "prompt", "sampling_params"},
+    "prompt": set[str](),
     "sampling_params": {"arguments"},
     "kv": {"arguments", "options", "ops"},
     "ops": {"_ext", "arguments"},
@@ -100,7 +109,7 @@ NO_MLX = [
     *("protocol.json_text", "protocol.long_work", "protocol.messages", "protocol.model_paths"),
     *("protocol.request_body", "protocol.responses", "protocol.turns"),
     *("server.keys", "server.log_format", "server.sockets", "server.workers"),
-    *("vision.images", "vision.sight"),
+    *("vision.images", "vision.flags", "vision.image_spans", "prompt"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

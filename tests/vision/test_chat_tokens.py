@@ -25,7 +25,7 @@ from mlx_paged.formats import choice
 from mlx_paged.protocol.prompts import encode
 from mlx_paged.protocol.request_body import read
 from mlx_paged.protocol.templates import tried
-from mlx_paged.vision.prompts import Eyes
+from mlx_paged.vision.prompts import ImageProcessor
 from tests.support.models import seeing_directory as tiny
 
 BOS = "<bos>"
@@ -102,7 +102,7 @@ def test_a_chat_has_the_tokens_of_mlx_vlm(name, num_images):
     model = SimpleNamespace(
         tokenizer=tokenizer,
         format=choice.chosen(tokenizer).format,
-        eyes=Eyes(vlm, processor),
+        image_processor=ImageProcessor(vlm, processor),
         abilities=tried(tokenizer),
         max_context=1000,
         longest_token=20,
@@ -124,7 +124,7 @@ def test_places_that_a_text_names_are_text(name):
     vlm = SimpleNamespace(
         config=SimpleNamespace(model_type=name, image_token_id=token_id), language_model=None
     )
-    eyes, image = Eyes(vlm, processor), [tiny.png(1)]
+    eyes, image = ImageProcessor(vlm, processor), [tiny.png(1)]
     found = []
     for text in (f"a{place}{token}{BOS}b", f"a{'x' * len(place + token + BOS)}b"):
         content = [{"type": "image"}, {"type": "text", "text": text}]

@@ -18,7 +18,7 @@ from mlx_paged.generate.__main__ import main
 from mlx_paged.protocol.images import LEFT_OUT
 from mlx_paged.server import loaded_model
 from mlx_paged.server.app import NUM_DECODERS, NUM_THREADS
-from mlx_paged.vision.prompts import Eyes
+from mlx_paged.vision.prompts import ImageProcessor
 from tests.support import TIMEOUT
 from tests.support.commands.server_harness import client, live, only_model, post, wait_until
 from tests.support.models import seeing_directory as tiny
@@ -211,7 +211,7 @@ def test_text_that_names_more_places_is_text(server, text):
 
 def test_a_text_that_is_too_long_is_refused_before_an_image_is_decoded(server, monkeypatch):
     model = only_model(server)
-    monkeypatch.setattr(Eyes, "__call__", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(ImageProcessor, "__call__", lambda *_: pytest.fail("decoded"))
     text = "a" * model.max_context
     assert len(text) < model.max_context * model.longest_token
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
@@ -227,12 +227,12 @@ def test_images_that_are_decoded_do_not_keep_others_waiting(server, monkeypatch)
     """More requests with images than the server has threads for small ones."""
     may_go_on, under_way = threading.Event(), []
 
-    def decoded(self, text, images, read=Eyes.__call__):
+    def decoded(self, text, images, read=ImageProcessor.__call__):
         under_way.append(text)
         assert may_go_on.wait(TIMEOUT)
         return read(self, text, images)
 
-    monkeypatch.setattr(Eyes, "__call__", decoded)
+    monkeypatch.setattr(ImageProcessor, "__call__", decoded)
     with ThreadPoolExecutor(NUM_THREADS + 9) as clients:
         try:
             waiting = [

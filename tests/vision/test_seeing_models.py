@@ -15,7 +15,7 @@ mlx_vlm = pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[v
 
 from mlx_paged.vision import host
 from mlx_paged.vision.host import REASONS, SEEING, SeeingModel
-from mlx_paged.vision.sight import Picture
+from mlx_paged.vision.image_spans import Picture
 from tests.support.models import seeing_models as tiny
 
 MAX_TOKENS = 6
@@ -108,7 +108,7 @@ def test_features_that_are_not_kept_are_computed_again(monkeypatch):
     pictures = engine.runner.model.pictures
     monkeypatch.setattr(host, "KEPT_BYTES", 1)
     assert answers(engine, prompts) == expected
-    last = pictures.of(prompts[-1].sight.pictures[0])
+    last = pictures.of(prompts[-1].image_spans.pictures[0])
     assert pictures.num_computed == 4 and pictures.nbytes == last.embeddings.nbytes
 
 
@@ -242,7 +242,7 @@ def test_a_processor_may_name_the_token_of_images():
     named = Picture(image.digest, tokens, image.rows, inputs)
     plain = tiny.prompt(model, "internvl_chat", image, tiny.words(1, 5))
     prompt = tiny.prompt(model, "internvl_chat", named, tiny.words(1, 5))
-    assert prompt.sight.keys == plain.sight.keys
+    assert prompt.image_spans.keys == plain.image_spans.keys
     assert answers(make(model), [prompt]) == answers(make(model), [plain])
 
 

@@ -11,8 +11,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
-from mlx_paged.vision.prompts import seen_prompt
-from mlx_paged.vision.sight import Picture, SeenPrompt
+from mlx_paged.prompt import Prompt
+from mlx_paged.vision.image_spans import Picture
+from mlx_paged.vision.prompts import image_prompt
 from tests.support.models.architectures import _spread
 
 Config = dict[str, Any]
@@ -294,10 +295,10 @@ def picture(name: str, seed: int) -> Picture:
     return Picture(digest, tokens, np.arange(1, count + 1), inputs)
 
 
-def prompt(model: nn.Module, name: str, *parts: Sequence[int] | Picture) -> SeenPrompt:
+def prompt(model: nn.Module, name: str, *parts: Sequence[int] | Picture) -> Prompt:
     """A prompt of tokens and images."""
     tokens = [int(t) for part in parts for t in getattr(part, "tokens", part)]
-    return seen_prompt(model, tokens, [part for part in parts if isinstance(part, Picture)])
+    return image_prompt(model, tokens, [part for part in parts if isinstance(part, Picture)])
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -329,8 +330,8 @@ def _steps(
 
 def _inputs(prompt: Sequence[int]) -> Inputs:
     inputs: Inputs = {"pixel_values": None}
-    if isinstance(prompt, SeenPrompt):
-        pictures = prompt.sight.pictures
+    if isinstance(prompt, Prompt):
+        pictures = prompt.image_spans.pictures
         inputs = {
             key: mx.array(np.concatenate([p.inputs[key] for p in pictures], int(value.ndim == 5)))
             for key, value in pictures[0].inputs.items()

@@ -10,8 +10,8 @@ import numpy as np
 
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.options import Policy, PreemptionPolicy
+from mlx_paged.prompt import Prompt
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.vision.sight import SeenPrompt
 from tests.support.simulation.fault_injection import FailingProcessor
 from tests.support.simulation.solo_runs import BeamOptions
 
@@ -161,8 +161,8 @@ class RandomCalls:
         if rng.random() < 0.2:  # the same tokens, without an image
             return tokens, salt
         places = np.array([key >= FIRST_KEY for key in keys])
-        sight: Any = SimpleNamespace(keys=keys, places=places)
-        return SeenPrompt(tokens, sight), salt
+        spans: Any = SimpleNamespace(keys=keys, features=places)
+        return Prompt(tokens, spans), salt
 
     def tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(self.vocab) for _ in range(count)]
@@ -225,4 +225,4 @@ class RandomCalls:
 
 def keys_of(prompt: list[int]) -> list[int]:
     """What the model of hashes reads."""
-    return prompt.sight.keys if isinstance(prompt, SeenPrompt) else prompt
+    return prompt.image_spans.keys if isinstance(prompt, Prompt) else prompt

@@ -1,4 +1,4 @@
-"""What a prompt with images is, beside its tokens."""
+"""The images of a prompt, and the tokens that stand for them. Knows no mlx."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ WORD_BITS = 62
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """An image, or several that the model sees together.
+    """An image, or several images that the model sees together.
 
     Attributes:
         digest: 32 bytes, a hash of all that its features depend on.
-        tokens: ``[m]`` int32, a prompt that holds it.
-        rows: ``[n]``, which of them its features replace.
+        tokens: ``[m]`` int32, a prompt that holds the picture.
+        rows: ``[n]``, the tokens that the features of the picture replace.
         inputs: arguments of the model's ``get_input_embeddings``; NumPy arrays, which any thread
             may have made.
     """
@@ -40,13 +40,13 @@ class Picture:
         return [ids[i % WORDS] for i in range(len(self.rows))]
 
 
-class Sight:
-    """The pictures of a prompt and their places.
+class ImageSpans:
+    """The pictures of a prompt, and the tokens that stand for them.
 
     Attributes:
         keys: the prompt's tokens, those of pictures replaced by :attr:`Picture.token_keys`.
-        places: ``[P]`` int32, for each token the number of its feature among those of all pictures;
-            -1: it has none.
+        features: ``[P]`` int32, for each token the number of its feature among those of all
+            pictures; -1: the token has none.
         positions: ``[3, P]`` int32, of the tokens in time, height and width; None: the model counts
             tokens.
         delta: a token after the prompt has its index plus this number as its position.
@@ -66,8 +66,8 @@ class Sight:
         self.first = np.cumsum([0, *(len(picture.rows) for picture in pictures)])
         at = np.flatnonzero(is_image)
         assert len(at) == self.first[-1], "each image token has one feature"
-        self.places = np.full(len(tokens), -1, np.int32)
-        self.places[at] = np.arange(len(at), dtype=np.int32)
+        self.features = np.full(len(tokens), -1, np.int32)
+        self.features[at] = np.arange(len(at), dtype=np.int32)
         self.keys = list(tokens)
         for i, key in zip(at, chain(*(each.token_keys for each in pictures)), strict=True):
             self.keys[i] = key
@@ -83,11 +83,3 @@ def size_of(value: Any) -> int:
     if isinstance(value, dict | list | tuple):
         return sum(map(size_of, value.values() if isinstance(value, dict) else value))
     return getattr(value, "nbytes", 0)
-
-
-class SeenPrompt(list[int]):
-    """The tokens of a prompt with images, for any call that takes a prompt."""
-
-    def __init__(self, tokens: Sequence[int], sight: Sight) -> None:
-        super().__init__(tokens)
-        self.sight = sight

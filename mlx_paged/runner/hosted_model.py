@@ -1,0 +1,26 @@
+"""What the runner asks of a model that another package has made."""
+
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_paged.runner.batch import Batch
+
+
+class HostedModel(nn.Module):
+    """A model that needs more than tokens and caches. ``vision/host.py`` has the models of mlx-vlm.
+
+    Attributes:
+        one_at_a_time: the model computes one sequence in a forward.
+    """
+
+    one_at_a_time = False
+
+    @property
+    def extra_seconds(self) -> float:
+        """The seconds that the model has computed outside its forwards."""
+        raise NotImplementedError
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """What a batch needs beside its tokens, as arguments of the model; usually nothing."""
+        raise NotImplementedError
