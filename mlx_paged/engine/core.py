@@ -331,7 +331,8 @@ class EngineCore:
     @exclusive
     def compute(self) -> None:
         """Compute one step; the next :meth:`step` returns its outputs."""
-        self._streams.abort_dropped(self)
+        if self._streams.dropped:
+            self._streams.abort_dropped(self)
         with deferred_interrupts():
             self._advance(ahead=self._may_look_ahead() and not self._beams)
 

@@ -40,11 +40,14 @@ class Streams:
     Whichever call computes a step, each output goes to the call or the stream that added its
     request. :meth:`Engine.step` returns the outputs of all other requests. This object refers to no
     engine, so that an engine is freed with its last reference.
+
+    Attributes:
+        dropped: ids of the streams that have no reader any more.
     """
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}  # by request id
-        self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
+        self.dropped: deque[int] = deque()
 
     def __len__(self) -> int:
         """The number of requests whose outputs somebody waits for."""
@@ -127,7 +130,7 @@ class Streams:
                     return
                 engine.compute()
         finally:
-            self._dropped.append(request_id)
+            self.dropped.append(request_id)
             # The garbage collector may run this inside any other call, in any thread. Then the
             # next step aborts the request.
             if engine.occupancy.thread is None:
@@ -135,7 +138,7 @@ class Streams:
 
     def abort_dropped(self, engine: Stepped) -> None:
         """Abort the requests of streams that have no reader any more."""
-        while self._dropped:
-            request_id = self._dropped.popleft()
+        while self.dropped:
+            request_id = self.dropped.popleft()
             engine.abort(request_id)
             self._streams.pop(request_id, None)
