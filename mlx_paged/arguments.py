@@ -58,15 +58,16 @@ def one_line(error: BaseException) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A question that names the known word that is most like `word`; "" if none is like it. A word
-    that is the beginning of another one is like it."""
+    that begins or ends another one is like it. The dashes of flags do not count."""
     from difflib import get_close_matches
 
-    known = [*known]
-    likely = get_close_matches(word.replace("_", "-"), known, n=1)
-    likely = likely or get_close_matches(word, known, n=1)
+    names = {name.strip("-").replace("_", "-"): name for name in known}
+    word = word.strip("-").replace("_", "-")
+    likely = get_close_matches(word, names, n=1, cutoff=0.75)
     if not likely and len(word) > 2:
-        likely = [name for name in known if name.startswith(word)]
-    return f" (did you mean {likely[0]}?)" if likely else ""
+        likely = [name for name in names if name.startswith(word) or name.endswith(f"-{word}")]
+    likely = likely or get_close_matches(word, names, n=1)
+    return f" (did you mean {names[likely[0]]}?)" if likely else ""
 
 
 def suggesting(constructor: _Function) -> _Function:

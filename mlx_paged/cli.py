@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_paged.arguments import UntestedVersionError, did_you_mean, require_versions
+from mlx_paged.model_folders import check_model
 from mlx_paged.option_kinds import (
     Bytes,
     Choice,
@@ -62,7 +63,11 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            message += did_you_mean(unknown.partition(" ")[0].partition("=")[0], flags)
+            word = unknown.partition(" ")[0].partition("=")[0]
+            if word.startswith("-"):
+                message += did_you_mean(word, flags)
+            elif self.usage:
+                message += f"; {self.format_usage().strip()}"
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -224,3 +229,22 @@ def demo_model_path() -> Path:
     """Directory of the demo model, a small model of Python code that is part of the package.
     ``mlx_lm.load(mlx_paged.demo_model_path())`` loads it."""
     return Path(__file__).parent / "demo_model"
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError if flags of models and of the engine exclude each other, or if a model, an
+    adapter or a directory that they name cannot be right."""
+    if args.speculate is not None and args.draft_model is not None:
+        raise ValueError("--speculate is given beside --draft-model: expected one of them")
+    if args.num_draft_tokens != DEFAULTS["num_draft_tokens"] and args.draft_model is None:
+        raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
+    if args.kv_disk_gb is not None and args.kv_disk is None:
+        raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
+    if args.kv_disk is not None and Path(args.kv_disk).is_file():
+        raise ValueError(f"--kv-disk {args.kv_disk}: it is a file: expected a directory")
+    check_model(args.model or str(demo_model_path()), args.adapter_path)
+    if args.draft_model is not None:
+        try:
+            check_model(args.draft_model)
+        except ValueError as error:
+            raise ValueError(f"--draft-model: {error}") from None

@@ -35,11 +35,14 @@ def main() -> int:
     own, program = _divided(sys.argv[1:])
     args = parser.parse_args(own)
     parser.require_versions()
+    try:
+        program = _for_python(program)
+    except ValueError as error:
+        parser.error(str(error))
     from mlx_paged.drop_in.patch import patch_mlx_lm
 
     options = {"block_size": args.block_size, "kv_memory": args.kv_memory}
     try:
-        program = _for_python(program)
         patch_mlx_lm(**options)  # it finds mistakes in the options before the program starts
     except (ValueError, UntestedVersionError) as error:
         parser.error(str(error))

@@ -1,5 +1,6 @@
 """Starts a command, so that Ctrl-C ends it without a traceback from its first line on."""
 
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -10,7 +11,9 @@ INTERRUPTED = 130
 
 def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
     """Exit with the status that `main` returns, or with `interrupted` after Ctrl-C. Imports of a
-    command are in `main`, because Ctrl-C may come during the imports."""
+    command are in `main`, because Ctrl-C may come during the imports. transformers does not advise
+    to install PyTorch, as under mlx_lm."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         sys.exit(main())
     except KeyboardInterrupt:

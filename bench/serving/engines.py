@@ -18,10 +18,11 @@ from bench.serving.trace import Trace
 from mlx_paged.arguments import missing
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.shapes import block_bytes
+from mlx_paged.launched import rank
 from mlx_paged.loading import load_model as load
 from mlx_paged.options import KVBits
 from mlx_paged.runner.model_probe import probe
-from mlx_paged.runner.ranks import joined, rank
+from mlx_paged.runner.ranks import joined
 
 ANY_VOCAB = 2**15  # ids of a trace for servers that get text
 

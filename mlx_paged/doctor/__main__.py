@@ -10,10 +10,9 @@ from mlx_paged.starting import start
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks. Returns 0 if all is right, 1 if not; mistakes exit with 2."""
-    from mlx_paged.doctor.flags import make_parser
+    from mlx_paged.doctor.flags import parse
 
-    parser = make_parser()
-    args = parser.parse_args(argv)
+    parser, args = parse(argv)
     parser.require_versions()
     from mlx_paged.doctor.command import run
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_paged.cli import Parser
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import Check, Findings, page, run_check
-from mlx_paged.doctor.flags import KINDS
+from mlx_paged.doctor.flags import KINDS, unknown
 from mlx_paged.doctor.kernels import check_kernels, chosen, compare
 from mlx_paged.doctor.machine import check_machine
 from mlx_paged.doctor.memory import check_memory
@@ -45,13 +45,9 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     """Run the checks. Returns 0 if all is right, 1 if not, 130 after Ctrl-C."""
     checks = _chosen(args.only)
     if not checks:
-        names = ", ".join(CHECKS)
-        parser.error(f"argument --only: expected {names} or a variant, got {args.only!r}")
+        parser.error(unknown(args.only))
     results = list[Findings]()
-    try:  # a path that cannot be written fails before the work
-        _write(args.json, results, args.quick)
-    except OSError as error:
-        parser.error(f"argument --json: {error}")
+    _write(args.json, results, args.quick)
     is_apart = args.only is None and mx.default_device() != mx.Device(mx.cpu)
     try:
         for name, check in checks.items():

@@ -1,5 +1,10 @@
 """Arguments of ``python -m mlx_paged.doctor``. Knows no mlx."""
 
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_paged.arguments import did_you_mean, one_line
 from mlx_paged.cli import Parser
 
 CHECKS = {
@@ -30,3 +35,24 @@ def make_parser() -> Parser:
     only = f"one check ({texts}), {kinds}, or one variant of a kernel as the page names it"
     parser.add_argument("--only", metavar="NAME", help=only)
     return parser
+
+
+def parse(argv: Sequence[str] | None) -> tuple[Parser, Namespace]:
+    """The parser and its arguments. A name that is none of a check, a kind or a variant, or a file
+    that cannot be written, gives one line and exit status 2."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.only is not None and args.only not in (*CHECKS, *KINDS) and "-" not in args.only:
+        parser.error(unknown(args.only))
+    if args.json is not None:
+        try:
+            Path(args.json).open("a", encoding="utf-8").close()
+        except OSError as error:
+            parser.error(f"argument --json: {one_line(error)}")
+    return parser, args
+
+
+def unknown(name: str) -> str:
+    """What is wrong with a name that --only does not know."""
+    expected = f"{', '.join(CHECKS)}, {', '.join(KINDS)} or a variant"
+    return f"argument --only: expected {expected}, got {name!r}{did_you_mean(name, CHECKS)}"

@@ -24,6 +24,7 @@ from mlx_paged.prompt import Prompt
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
+from mlx_paged.runner.positions import positions_of
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.host import hosted, image_processor
 
@@ -192,6 +193,7 @@ class Engine(EngineCore):
             fast_forward=traits.batching is Batching.MIXED,
             instruments=parts.instruments,
         )
+        self._encode.positions = positions_of(model)
         self.prewarm = config.prewarm
         # The last attribute, because an object's attributes die in their order: MLX's limits are
         # restored after the arrays of a step under way are gone.

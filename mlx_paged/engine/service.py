@@ -21,6 +21,8 @@ from mlx_paged.runner.ranks import LeadingRunner
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.scheduler.step import DeviceError
 
+LOGGER = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 MOST_DEVICE_FAULTS = 10
@@ -214,7 +216,7 @@ class EngineService:
                 try:
                     self._engine.warm_up()
                 except DeviceError:  # perhaps of another engine's work; the first step recovers
-                    logging.exception("the GPU failed while kernels were compiled")
+                    LOGGER.exception("the GPU failed while kernels were compiled")
             while not self._closed or (self._drain and self._engine.has_work):
                 self._answer_calls()
                 self._step()

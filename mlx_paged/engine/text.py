@@ -160,11 +160,16 @@ class Tokenizer(Protocol):
 
 class PromptEncoder:
     """Encodes and checks the prompts that callers give; without a tokenizer they are token ids,
-    which `ids` checks."""
+    which `ids` checks.
+
+    Attributes:
+        positions: tokens that the model has positions for; None: no limit is known.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, ids: TokenIds) -> None:
         self.tokenizer = tokenizer
         self.ids = ids
+        self.positions: int | None = None
         self._is_chat_model = bool(getattr(tokenizer, "has_chat_template", False))
 
     def __call__(self, prompt: PromptLike, continues: bool = False) -> Prompt:
@@ -175,6 +180,7 @@ class PromptEncoder:
             if continues and not prompt.is_plain:
                 raise ValueError("[fork] suffix has images: expected text or token ids")
             self.ids.check_prompt("add_request", prompt.tokens)
+            self._advise_length(prompt.tokens)
             return prompt
         if not isinstance(prompt, str):
             tokens = _token_ids(prompt)
@@ -194,7 +200,19 @@ class PromptEncoder:
                 return Prompt(tokens)
             raise ValueError("[add_request] prompt is empty: expected at least one token")
         self.ids.check_prompt("add_request", tokens)
+        self._advise_length(tokens)
         return Prompt(tokens)
+
+    def _advise_length(self, tokens: Sequence[int]) -> None:
+        """Log once that a prompt leaves no position for a completion. It is computed, as by
+        mlx-lm."""
+        if self.positions is not None and len(tokens) >= self.positions:
+            logging.getLogger("mlx_paged").warning(
+                "a prompt has %d tokens, but the model has %d positions: expect wrong text",
+                len(tokens),
+                self.positions,
+            )
+            self.positions = None
 
     def _advise_chat(self, prompt: str) -> None:
         """Log once that a chat model got a text, unless the text has marks of a chat."""

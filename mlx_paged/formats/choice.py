@@ -18,6 +18,8 @@ from mlx_paged.formats.parser import Begin
 from mlx_paged.formats.registry import FORMATS, named
 from mlx_paged.outputs import describe
 
+LOGGER = logging.getLogger(__name__)
+
 ASK = {"role": "user", "content": "Hello"}
 ASKS = [(ASK,), ({"role": "system", "content": ""}, ASK)]
 """Chats with tools: some chat templates write tools only into the turn of the system."""
@@ -87,7 +89,7 @@ def _choice(
     if form is not None:
         made = form(marks, style)
     elif tokenizer.tool_parser is not None and tokenizer.tool_call_start:
-        logging.warning("tool calls of the format %s are read by mlx-lm's parser", own_name)
+        LOGGER.warning("tool calls of the format %s are read by mlx-lm's parser", own_name)
         around = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
         made = Foreign(marks, style, own_name, tokenizer.tool_parser, *around)
     else:

@@ -12,8 +12,7 @@ from mlx_paged.arguments import one_line
 from mlx_paged.cli import Parser
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.batch_job import BatchModel, make_batch_job
-from mlx_paged.generate.flags import check_batch_flags
-from mlx_paged.generate.jobs import Job, add_all, make_job, params_of, prompt_specs
+from mlx_paged.generate.jobs import Job, add_all, make_job, params_of
 from mlx_paged.generate.prompts_file import PromptSpec
 from mlx_paged.generate.report import (
     RULE,
@@ -22,16 +21,11 @@ from mlx_paged.generate.report import (
     print_stats,
     progress_of,
 )
-from mlx_paged.generate.results_file import (
-    Result,
-    check_files,
-    read_answers,
-    results_file,
-    written_files,
-)
+from mlx_paged.generate.results_file import Result, read_answers, results_file
+from mlx_paged.launched import rank
 from mlx_paged.loading import context_length, engine_options, load_model
 from mlx_paged.outputs import Completion
-from mlx_paged.runner.ranks import joined, rank
+from mlx_paged.runner.ranks import joined
 from mlx_paged.starting import INTERRUPTED
 from mlx_paged.vision.host import image_processor
 from mlx_paged.vision.images import knows_only_parts
@@ -43,10 +37,11 @@ SAME_TEXTS = (
 )
 
 
-def run(parser: Parser, args: argparse.Namespace) -> int:
-    """Run the command. Returns 0, or 1 if a prompt failed, or 130 after Ctrl-C."""
+def run(parser: Parser, args: argparse.Namespace, specs: Sequence[PromptSpec]) -> int:
+    """Answer the prompts of `specs`, none on ranks but the first. Returns 0, or 1 if a prompt
+    failed, or 130 after Ctrl-C."""
     try:
-        prepared = _prepare(args)
+        prepared = _prepare(args, specs)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
     except KeyboardInterrupt:
@@ -73,18 +68,11 @@ class Prepared:
     answered: dict[int, list[bytes]]  # lines of --output that an earlier run wrote, by number
 
 
-def _prepare(args: argparse.Namespace) -> Prepared:
-    """Read the prompts, check the files, load the model, queue the requests. Raises
-    ValueError for a wrong prompt, model or option, OSError for a file that cannot be read or
-    written."""
+def _prepare(args: argparse.Namespace, specs: Sequence[PromptSpec]) -> Prepared:
+    """Load the model, queue the requests. Raises ValueError for a wrong prompt, model or option,
+    OSError for a file that cannot be read or written."""
     if rank():  # it has no prompts, and does not return
         joined(load_model(args.model, args.adapter_path, args.trust_remote_code, args.vision)[0])
-    check_files(args)
-    specs = prompt_specs(args)
-    if any(spec.batch is not None for spec in specs):
-        check_batch_flags(args)
-    for path in written_files(args).values():  # a path that cannot be written fails before the work
-        Path(path).open("a", encoding="utf-8").close()
     model, tokenizer = load_model(
         args.model, args.adapter_path, args.trust_remote_code, args.vision
     )

@@ -1,7 +1,6 @@
 """Encodes and checks the prompts of the command line, and adds them to an engine."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from mlx_paged.arguments import one_line
 from mlx_paged.chat.encoding import encoded
 from mlx_paged.chat.rendering import rendered
 from mlx_paged.engine.engine import Engine
-from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
+from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.prompt import Prompt
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT
@@ -107,28 +106,8 @@ class Job:
         return list(completions) if self.args.best_of is None else likeliest(completions, self.n)
 
 
-def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
-    """The prompts of the command line, then those of the prompts file. Raises ValueError if there
-    is none or a line is wrong, OSError if the file cannot be read."""
-    images = tuple(args.image)
-    if images and not (args.prompt and args.vision):
-        raise ValueError("--image is given: expected --prompt and --vision beside it")
-    specs = [PromptSpec(_prompt_text(prompt), images=images) for prompt in args.prompt]
-    if args.prompts_file is not None:
-        try:
-            with Path(args.prompts_file).open(encoding="utf-8") as lines:
-                specs += read_prompts(lines, args.prompts_file)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{args.prompts_file}: not UTF-8: {error.reason}") from error
-    if not specs:
-        raise ValueError("no prompt: give --prompt or --prompts-file")
-    return specs
-
-
 def params_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> SamplingParams:
     """The options of prompts that have none of their own. Raises ValueError if flags do not fit."""
-    if args.best_of is not None and args.n > args.best_of:
-        raise ValueError(f"--n is {args.n}: expected at most --best-of {args.best_of}")
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     options |= {"temperature": args.temp, "xtc_special_tokens": special}
@@ -236,13 +215,6 @@ def _check_beams(args: argparse.Namespace, params: SamplingParams, n: int) -> No
         raise ValueError("n or --best-of is given with --beams: expected one of them")
     if params.temperature > 0 or params.stop:
         raise ValueError("--temp or --stop is given with --beams: expected one of them")
-
-
-def _prompt_text(prompt: str) -> str:
-    """As in mlx_lm.generate: '-' reads stdin, and a typed \\n or \\t becomes the character."""
-    if prompt == "-":
-        return sys.stdin.read()
-    return prompt.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _encode(

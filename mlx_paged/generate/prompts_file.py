@@ -1,8 +1,11 @@
-"""Reads prompts from a JSONL file, one request per line. Does not import mlx."""
+"""Reads the prompts of the command line and of a JSONL file. Does not import mlx."""
 
+import argparse
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from mlx_paged.arguments import one_line
@@ -40,6 +43,24 @@ class PromptSpec:
         """The prompt, or the last message, on one line."""
         text = self.prompt if self.messages is None else str(self.messages[-1].get("content", ""))
         return " ".join((text or "").split())
+
+
+def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
+    """The prompts of the command line, then those of the prompts file. Raises ValueError if there
+    is none or a line is wrong, OSError if the file cannot be read."""
+    images = tuple(args.image)
+    if images and not (args.prompt and args.vision):
+        raise ValueError("--image is given: expected --prompt and --vision beside it")
+    specs = [PromptSpec(_prompt_text(prompt), images=images) for prompt in args.prompt]
+    if args.prompts_file is not None:
+        try:
+            with Path(args.prompts_file).open(encoding="utf-8") as lines:
+                specs += read_prompts(lines, args.prompts_file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.prompts_file}: not UTF-8: {error.reason}") from error
+    if not specs:
+        raise ValueError("no prompt: give --prompt or --prompts-file")
+    return specs
 
 
 def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
@@ -145,3 +166,10 @@ def _biases(value: Any) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in value.items()}
     except (AttributeError, TypeError, ValueError):
         raise ValueError('"logit_bias" must be an object such as {"42": -1.5}') from None
+
+
+def _prompt_text(prompt: str) -> str:
+    """As in mlx_lm.generate: '-' reads stdin, and a typed \\n or \\t becomes the character."""
+    if prompt == "-":
+        return sys.stdin.read()
+    return prompt.replace("\\n", "\n").replace("\\t", "\t")

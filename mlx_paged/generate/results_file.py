@@ -1,6 +1,5 @@
 """Writes each result as JSON lines as soon as it is there; finds those that an earlier run left."""
 
-import argparse
 import json
 import os
 from collections import defaultdict
@@ -53,52 +52,6 @@ class Result:
     def answers(self) -> Sequence[Completion | Beam]:
         """The beams of a beam search, else the completions."""
         return self.completions[0].beams or self.completions
-
-
-def written_files(args: argparse.Namespace) -> dict[str, str]:
-    """The files that the command writes, by their flags."""
-    files = {
-        "--output": args.output,
-        "--stats-json": args.stats_json,
-        "--metrics-jsonl": args.metrics_jsonl,
-    }
-    return {flag: path for flag, path in files.items() if path is not None}
-
-
-def check_files(args: argparse.Namespace) -> None:
-    """Raise ValueError if a run would replace answers or prompts, or write two things to one
-    file."""
-    for flag in ("resume", "overwrite", "logprobs", "no_logprobs"):
-        if getattr(args, flag) and args.output is None:
-            raise ValueError(f"--{flag.replace('_', '-')} is given: expected --output beside it")
-    for first, second in (("resume", "overwrite"), ("logprobs", "no_logprobs")):
-        if getattr(args, first) and getattr(args, second):
-            name = second.replace("_", "-")
-            raise ValueError(f"--{first} is given beside --{name}: expected one of them")
-    known = {} if args.prompts_file is None else {"--prompts-file": args.prompts_file}
-    for flag, path in written_files(args).items():
-        for other, there in known.items():
-            if _is_one_file(path, there):
-                raise ValueError(f"{flag} {path} is the file of {other}: expected another file")
-        known[flag] = path
-    if args.output is None or args.resume or args.overwrite:
-        return
-    file = Path(args.output)
-    if file.is_file() and (size := file.stat().st_size):
-        raise ValueError(
-            f"--output {args.output} has {size} bytes: expected --resume, which keeps the answers,"
-            " --overwrite, or another file"
-        )
-
-
-def _is_one_file(one: str, other: str) -> bool:
-    """Whether two paths name one regular file, or will once it is there."""
-    if os.path.realpath(one) == os.path.realpath(other):
-        return not Path(one).exists() or Path(one).is_file()
-    try:
-        return os.path.samefile(one, other) and Path(one).is_file()
-    except OSError:  # one of them is not there
-        return False
 
 
 def read_answers(path: str, jobs: Sequence[Job]) -> dict[int, list[bytes]]:

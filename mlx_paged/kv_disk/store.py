@@ -14,6 +14,8 @@ import numpy as np
 
 from mlx_paged.kv_disk.packs import Location, PackFiles, allow_disk
 
+LOGGER = logging.getLogger(__name__)
+
 READERS = 2
 STAGING = 1 << 28
 """Bytes on their way to the disk that memory may hold, and as many on their way back."""
@@ -212,7 +214,7 @@ class DiskStore:
     def _give_up(self, reason: str, problem: str) -> None:
         """Count a record that is not written; tell the log of the first one of each reason."""
         if not self.dropped[reason]:
-            logging.warning("K/V on disk %s: %s", self._packs.directory, problem)
+            LOGGER.warning("K/V on disk %s: %s", self._packs.directory, problem)
         self.dropped[reason] += 1
 
     def _read(self, load: Load, wanted: Sequence[Any], rows: dict[int, Any]) -> None:

@@ -22,6 +22,8 @@ from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Launched, Observers, Span, Step, StepReport, StepResult
 
+LOGGER = logging.getLogger(__name__)
+
 STOCK_GROWTH = 256  # mlx-lm's own caches grow by so many tokens at once
 
 IntArray = npt.NDArray[np.int64]
@@ -113,7 +115,7 @@ class TickWriter:
             self._file.write(json.dumps(tick.as_dict()).encode() + b"\n")
         except OSError as error:
             self._failed = True
-            logging.warning("no more ticks are written: %s", error)
+            LOGGER.warning("no more ticks are written: %s", error)
 
 
 class Reads(NamedTuple):

@@ -16,6 +16,8 @@ import mlx.core as mx
 from mlx_paged import _ext
 from mlx_paged.ops.formats import dims_of, format_of
 
+LOGGER = logging.getLogger(__name__)
+
 Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
 
 VARIABLE = "MLX_PAGED_METAL"  # 0: no kernel of this package runs on a GPU
@@ -268,7 +270,7 @@ def _compile(plan: Callable[..., dict[str, Any]], *arrays: mx.array, **options: 
             is_taken, kernel = False, launch["kernel"]
             if kernel not in refused:
                 refused[kernel] = message
-                logging.warning("%s is not used, the compiler says: %s", kernel, message)
+                LOGGER.warning("%s is not used, the compiler says: %s", kernel, message)
     return is_taken
 
 

@@ -60,7 +60,8 @@ def _option(name: str, kind: str, value: Any) -> Options:
 def require(condition: object, name: str, expected: str, value: object) -> None:
     """Raise ValueError, which names the field, unless `condition` holds."""
     if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")
+        given = "nothing" if value is None else repr(str(value)[:80])
+        raise ValueError(f"{name}: expected {expected}, got {given}")
 
 
 def require_json(text: Any, name: str) -> None:

@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
-from mlx_paged.chat.rendering import reserved_names
 from mlx_paged.protocol import constraints
 from mlx_paged.protocol.constraints import require, require_json
 from mlx_paged.protocol.fields import (
@@ -73,6 +72,10 @@ class ContextExceeded(Refusal):
         self.num_prompt, self.num_new, self.limit = num_prompt, num_new, limit
 
 
+INSTEAD = {"prompt": "messages in its place", "messages": "prompt in its place"}
+"""What a request needs in the place of a field of the other API."""
+
+
 @contextmanager
 def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Refuse a request with the error that this context raises: a mistake of the request, or
@@ -132,7 +135,8 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
             continue
         if (name in ONLY and name not in rules) or name.startswith("guided_"):
             only = ONLY.get(name, ())
-            require(value in only, name, " or ".join(map(repr, only)) or "nothing", value)
+            expected = " or ".join(map(repr, only)) or INSTEAD.get(name, "nothing")
+            require(value in only, name, expected, value)
         if name in rules:
             require(rules[name][1](value), name, rules[name][2], value)
         if name in rules or name in SAMPLING:
@@ -203,6 +207,8 @@ def _check_template_args(given: Fields) -> None:
     many."""
     expected = f"at most {MAX_KEYS} arguments of the template"
     require(len(given) <= MAX_KEYS, "chat_template_kwargs", expected, len(given))
+    from mlx_paged.chat.rendering import reserved_names  # it loads transformers
+
     for name in sorted(reserved_names().intersection(given)):
         is_field = name in ("tools", "add_generation_prompt", "continue_final_message")
         expected = f"the request's field {name}" if is_field else "only arguments of the template"

@@ -13,6 +13,8 @@ from mlx_paged.runner.model_probe import Batching, ModelProfile
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.scheduler.step import DeviceError, Span, Step
 
+LOGGER = logging.getLogger(__name__)
+
 FIRST_GUESS = 0.6  # share of right drafts before the first one
 RATE = 0.1  # rate at which this share follows the latest drafts
 RETURN_RATE = 0.002  # rate at which it returns to FIRST_GUESS, so that a request is tried again
@@ -88,9 +90,9 @@ class DraftModel:
             by_id = {r.id: depth for r, depth in zip(requests, depths, strict=True)}
             drafts = self._drafts(by_id, requests)
         except DeviceError as error:  # of any model: the engine recovers from it
-            logging.warning("no drafts of this step: %s", error)
+            LOGGER.warning("no drafts of this step: %s", error)
         except Exception as error:
-            logging.warning("the draft model failed, and no more drafts are made: %s", error)
+            LOGGER.warning("the draft model failed, and no more drafts are made: %s", error)
             self._has_failed = True
         self.seconds = time.perf_counter() - started
         per_draft = (self.seconds - self._trace_seconds) / max(depths)

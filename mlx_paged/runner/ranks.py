@@ -23,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.launched import rank
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.options import PoolConfig
 from mlx_paged.outputs import describe
@@ -36,14 +37,11 @@ from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler
 from mlx_paged.scheduler.step import SampledToken, Step
 
+LOGGER = logging.getLogger(__name__)
+
 ANSWER_S = 1.0  # for a server's answers to go out before the process ends
 HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads"
 """Names that configurations of mlx-lm have for numbers of heads that ranks divide."""
-
-
-def rank() -> int | None:
-    """This process's rank under mlx.launch; None without it."""
-    return int(text) if (text := os.environ.get("MLX_RANK", "")).isdecimal() else None
 
 
 def joined(model: nn.Module) -> nn.Module:
@@ -142,7 +140,7 @@ class Ranks:
         if any(reason != why_plain for _, reason in answers):
             raise LostRank(f"decodes are compiled on some ranks only: {answers}, {why_plain}")
         shares = [pooled.pool.nbytes, *(num_bytes for num_bytes, _ in answers)]
-        logging.info("bytes of K/V on each rank: %s", shares)
+        LOGGER.info("bytes of K/V on each rank: %s", shares)
         return pooled, LeadingRunner(self, pooled.runner, shares)
 
     def end(self, reason: str) -> NoReturn:

@@ -17,6 +17,8 @@ from mlx_paged.starting import start
 if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missing
     from mlx_paged.server.listener import Server
 
+LOGGER = logging.getLogger("mlx_paged.server")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM, which raise KeyboardInterrupt. Returns 2 after a mistake."""
@@ -29,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         require_versions()
         with serving(args) as server:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again
-            logging.info("serving %s on %s", args.model, server.url)
+            LOGGER.info("serving %s on %s", args.model, server.url)
             server.run()
         return 0
     except ModuleNotFoundError as error:
@@ -53,22 +55,30 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
     """A server that listens. Its ``run`` answers requests and may run in any thread. Raises
     ValueError for a model, an option or the address, OSError for a file that cannot be read,
     ModuleNotFoundError without the extra "server"."""
-    from mlx_paged.cli import demo_model_path
+    from mlx_paged.cli import check_flags, demo_model_path
     from mlx_paged.server import sockets
-    from mlx_paged.server.listener import Server
-    from mlx_paged.server.models import Models
 
     args.model = args.model or str(demo_model_path())
-    models = Models(args)
-    server = Server(args, models)
+    check_flags(args)
+    listener = sockets.bound(args)  # a port that is taken is told before slow imports
+    address = sockets.address_of(listener)
+    try:
+        from mlx_paged.server.listener import Server
+        from mlx_paged.server.models import Models
+
+        models = Models(args)
+        server = Server(args, models, listener)
+    except BaseException:
+        sockets.close(listener, address)
+        raise
     try:
         models.start()
-        server.listener.listen(sockets.BACKLOG)
-        if sockets.is_open_to_others(server.listener) and not args.api_keys:
-            logging.warning("%s is open to others: consider --api-key", args.host)
+        listener.listen(sockets.BACKLOG)
+        if sockets.is_open_to_others(listener) and not args.api_keys:
+            LOGGER.warning("%s is open to others: consider --api-key", args.host)
         yield server
     finally:
-        sockets.close(server.listener, server.address)
+        sockets.close(listener, address)
         models.close()
 
 

@@ -29,6 +29,8 @@ from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.request_log import GONE, record_of
 from mlx_paged.server.tickets import Tickets
 
+LOGGER = logging.getLogger(__name__)
+
 COMMENT_AFTER_S = 0.08
 PATIENCE_S = 10.0  # for a prompt to be read: a comment begins the stream, and hides the status
 COMMENT_EVERY_S = 1.0
@@ -72,7 +74,7 @@ class Answer(Reply):
         for name in set(names) - self.state.seen:
             if len(self.state.seen) < 1000:
                 self.state.seen.add(name)
-                logging.warning("requests have the field %.80r, which is ignored", name)
+                LOGGER.warning("requests have the field %.80r, which is ignored", name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, until the client disconnects."""
@@ -238,7 +240,7 @@ class Answer(Reply):
             except Refusal:
                 raise
             except Exception as error:  # e.g. from a detokenizer
-                logging.exception("an answer failed")
+                LOGGER.exception("an answer failed")
                 raise Refusal(500, "the answer could not be made") from error
             finally:
                 now = time.monotonic()

@@ -229,7 +229,8 @@ def _check_kind(request: Request) -> None:
     """Refuse a body that is not JSON as it is."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(415, f"Content-Type is {kind!r:.80}: expected application/json")
+        expected = "application/json (curl -H 'Content-Type: application/json')"
+        raise Refusal(415, f"Content-Type is {kind!r:.80}: expected {expected}")
     coding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
     if coding not in ("", "identity"):
         raise Refusal(415, f"Content-Encoding is {coding!r:.80}: expected a body without one")

@@ -1,12 +1,11 @@
 """Arguments of ``python -m mlx_paged.server``, named as in mlx_lm.server."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from mlx_paged import cli
-from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
+from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, json_object, number
 from mlx_paged.formats.registry import FORMATS
 from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.option_kinds import Kind, read_number
@@ -96,7 +95,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
             "",
             "for tokenizers without a chat template",
         ),
-        ("--chat-template-args", json.loads, "{}", "JSON", "arguments for the chat template"),
+        ("--chat-template-args", json_object, "{}", "JSON", "arguments for the chat template"),
         ("--tool-format", FORMAT_NAMES, None, "", "format of tool calls (default: detected)"),
         ("--reasoning-format", STYLE_NAMES, None, "", "format of thoughts (default: detected)"),
     ),
@@ -152,8 +151,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"{flag} is given: {meaning} is not supported")
     if args.prompt_cache_size not in (0, 10):
         parser.error("--prompt-cache-size: expected 0 or 10, for --kv-memory limits the cache")
-    if not isinstance(args.chat_template_args, dict):
-        parser.error("--chat-template-args: expected a JSON object")
+    if args.models_dir is not None and not Path(args.models_dir).is_dir():
+        parser.error(f"--models-dir is {args.models_dir}: expected a directory")
     try:
         tls.check(args)
         args.api_keys = keys.of_arguments(args)

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import resource
 import socket
 from types import FrameType
@@ -16,6 +17,7 @@ from mlx_paged.server.app import make_app
 from mlx_paged.server.models import Models
 from mlx_paged.server.sockets import BACKLOG
 
+LOGGER = logging.getLogger(__name__)
 FAREWELL_S = 5  # to tell clients that their answers were ended
 KEEP_ALIVE_S = 30  # without a byte of a request
 HEAD_S = 10.0  # from the first byte of a request's head to its last one
@@ -84,11 +86,10 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Has `address` from its construction on: host and port, or the path of a Unix socket. No
-    request is answered there yet. Raises ValueError if it cannot have it, OSError if a file of TLS
-    cannot be read."""
+    """Answers requests that come to `listener`, a bound socket, once it runs. Its `address` is host
+    and port, or the path of a Unix socket. Raises OSError if a file of TLS cannot be read."""
 
-    def __init__(self, args: argparse.Namespace, models: Models) -> None:
+    def __init__(self, args: argparse.Namespace, models: Models, listener: socket.socket) -> None:
         self.models = models
         self._drain_s = args.drain_seconds
         self.app = make_app(args, models)
@@ -111,13 +112,18 @@ class Server(uvicorn.Server):
         )
         config.load()
         super().__init__(config)
-        self.listener = sockets.bound(args)
+        self.listener = listener
         self.address = sockets.address_of(self.listener)
         self.url = sockets.url_of(self.listener, "https" if args.ssl_certfile else "http")
 
     def run(self, sockets: Any = None) -> None:
         """Answer requests until a signal comes or `should_exit` is set, then drain."""
-        super().run([self.listener])
+        serving = self.serve([self.listener])
+        try:
+            with asyncio.Runner(loop_factory=self.config.get_loop_factory()) as runner:
+                runner.run(serving)
+        finally:
+            serving.close()  # a signal may come before it has begun
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -144,6 +150,9 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish open answers; when the time to drain is over, end them with an error."""
+        if count := len(self.server_state.tasks):
+            text = "open answers: %d; in %g s they end with an error; a second Ctrl-C ends them now"
+            LOGGER.info(text, count, self._drain_s)
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_s, loop.run_in_executor, None, self.models.close)
         await super().shutdown(sockets)

@@ -17,14 +17,17 @@ import mlx.core as mx
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory
-from mlx_paged.loading import load_with_config, of_another_model, positions
+from mlx_paged.loading import load_with_config, of_another_model
 from mlx_paged.outputs import describe
 from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
 from mlx_paged.protocol.request_body import Refusal
+from mlx_paged.runner.positions import positions
 from mlx_paged.runner.ranks import joined
 from mlx_paged.server import heap
 from mlx_paged.server.flags import engine_options
 from mlx_paged.vision.host import image_processor
+
+LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -89,19 +92,19 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
     elif places > 1:
         options["kv_memory"] = default_kv_memory() // places
     engine = Engine(model, tokenizer, prewarm=None, **options)
-    logging.info("%s: %s", path, engine.memory_budget.line)
+    LOGGER.info("%s: %s", path, engine.memory_budget.line)
     engine.grammars.warm_up()
     own, allocator = positions(config), engine.manager.allocator
     wanted = args.max_context or own
     if wanted and own and wanted > own:
-        logging.warning("--max-context is %d, but %s has %d positions", wanted, path, own)
+        LOGGER.warning("--max-context is %d, but %s has %d positions", wanted, path, own)
     # The last token needs no K/V.
     tokens = range(wanted or 1 << 40)
     room = bisect_right(tokens, allocator.num_blocks, key=allocator.max_blocks)
     if wanted and room < wanted:
-        logging.warning("%s: the KV pool has room for %d of %d tokens", path, room, wanted)
+        LOGGER.warning("%s: the KV pool has room for %d of %d tokens", path, room, wanted)
     if abilities.tools_problem:
-        logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
+        LOGGER.warning("%s takes no tools: %s", path, abilities.tools_problem)
     traits = traits_of(
         tokenizer,
         form,

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.utils import _get_classes
 
-from mlx_paged.loading import has_tokenizer
+from mlx_paged.model_folders import has_tokenizer
 
 MAX_HEADER = 1 << 27
 """Bytes of the header of a file of weights."""

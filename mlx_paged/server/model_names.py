@@ -38,8 +38,6 @@ class ModelNames:
         self.args = args
         self.default: str = args.model
         self.served: list[str] = args.served_model_name or [args.model]
-        if args.models_dir is not None and not Path(args.models_dir).is_dir():
-            raise ValueError(f"--models-dir is {args.models_dir}: expected a directory")
 
     @property
     def serves_others(self) -> bool:

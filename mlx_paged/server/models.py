@@ -9,13 +9,15 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from mlx_paged.kv.memory import spare_memory
-from mlx_paged.loading import positions
+from mlx_paged.launched import rank
 from mlx_paged.protocol.model_paths import directory_of
 from mlx_paged.protocol.request_body import Refusal
-from mlx_paged.runner.ranks import rank
+from mlx_paged.runner.positions import positions
 from mlx_paged.server import loaded_model, model_files
 from mlx_paged.server.loaded_model import LoadingThread, Model
 from mlx_paged.server.model_names import ModelNames
+
+LOGGER = logging.getLogger(__name__)
 
 
 class Models:
@@ -164,7 +166,7 @@ class Models:
             del self.loaded[model.name]
         finally:
             self._leaving = None
-        logging.info("unloading %s", model.name)
+        LOGGER.info("unloading %s", model.name)
         await self._thread.run(loaded_model.release, model.service)
         model.service = None  # type: ignore[assignment]
         await self._thread.run(loaded_model.give_back)

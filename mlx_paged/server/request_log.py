@@ -10,6 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.server.log_format import printable
 
+LOGGER = logging.getLogger(__name__)
+
 GONE = 499  # as proxies write it: the client did not wait for its answer
 LONGEST_ID = 128
 POLLED = {"/health", "/ready", "/metrics", "/status"}
@@ -65,6 +67,6 @@ def logged(inner: ASGIApp) -> ASGIApp:
             asked = scope["method"], scope["path"]
             is_routine = scope["path"] in POLLED and record.status == 200
             level = logging.DEBUG if is_routine else logging.INFO
-            logging.log(level, "%s %.80r: %d, %s", *asked, record.status, ", ".join(told))
+            LOGGER.log(level, "%s %.80r: %d, %s", *asked, record.status, ", ".join(told))
 
     return answer

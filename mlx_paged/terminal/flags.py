@@ -3,15 +3,17 @@
 import argparse
 
 from mlx_paged import cli
-from mlx_paged.cli import COUNT, FRACTION, SWITCH, Parser, json_object, number
+from mlx_paged.cli import COUNT, FRACTION, SWITCH, Parser, check_flags, json_object, number
 
 THRESHOLD = number(float, 0, 0.5, "a number from 0 to 0.5")
 TEMPLATE = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
 REFUSED = {
     "--max-kv-size": "K/V is never cut to a size; --kv-memory limits the pool",
     "--pipeline": "mlx.launch divides layers among machines: docs/several-macs.md",
+    "--image --vision": "a chat here has no images; mlx_paged generate --vision takes images",
+    "--prompt -p": "type the message in the chat; mlx_paged generate answers a --prompt",
 }
-"""Flags of mlx_lm.chat that are mistakes here, with the reasons."""
+"""Flags of mlx_lm.chat and of other commands that are mistakes here, with the reasons."""
 
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "model": (
@@ -34,7 +36,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         *cli.engine_flags(),
     ),
     "metrics": cli.METRICS,
-    "flags of mlx_lm.chat that are refused": tuple(
+    "flags that are refused": tuple(
         (name, {"action": cli.Refused, "nargs": "*"}, argparse.SUPPRESS, "X", reason)
         for name, reason in REFUSED.items()
     ),
@@ -49,3 +51,12 @@ def make_parser() -> Parser:
     )
     cli.add_groups(parser, FLAGS)
     return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError if there is no model, or if flags do not fit."""
+    if not args.model:
+        raise ValueError(
+            "--model is not given: expected a chat model, such as mlx-community/Qwen3-0.6B-4bit"
+        )
+    check_flags(args)

@@ -21,10 +21,6 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 def run(args: argparse.Namespace) -> int:
     """Chat until the user leaves. Returns 0. Raises ValueError for a model that cannot chat."""
-    if not args.model:
-        raise ValueError(
-            "--model is not given: expected a chat model, such as mlx-community/Qwen3-0.6B-4bit"
-        )
     model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
     if not tokenizer.has_chat_template:
         raise ValueError(

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from mlx_paged.chat.rendering import rendered
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -49,6 +47,7 @@ def parts_of(content: Any) -> list[dict[str, Any]]:
 
 def knows_only_parts(tokenizer: Any) -> bool:
     """Whether the chat template loses a text that is not a part of a list, as SmolVLM's does."""
+    from mlx_paged.chat.rendering import rendered  # it loads transformers
 
     def shows(content: Any) -> bool:
         try:

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.doctor import command as doctor
-from mlx_paged.doctor import machine, sources
+from mlx_paged.doctor import flags, machine, sources
 from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings, run_check
 
@@ -42,6 +42,7 @@ def few_checks(monkeypatch) -> dict:
         found.lines.append(f"{found.name} was here")
 
     monkeypatch.setattr(doctor, "CHECKS", {"first": check, "second": check})
+    monkeypatch.setattr(flags, "CHECKS", {"first": "a check", "second": "a check"})
     return ran
 
 
@@ -135,9 +136,12 @@ class TestStatus:
         ("arguments", "message"),
         [
             (["--slow"], "unrecognized arguments: --slow"),
-            (["--only", "kernel"], "--only: expected first, second or a variant, got 'kernel'"),
+            (["--only", "kernel"], "copy or a variant, got 'kernel'"),
             (["--only"], "--only: expected one argument"),
-            (["--json", "/no/such/folder/report.json"], "--json: [Errno 2] No such file"),
+            (
+                ["--json", "/no/such/folder/report.json"],
+                "report.json: No such file",
+            ),
         ],
     )
     def test_a_mistake_is_one_line_before_the_work(self, arguments, message, few_checks, capsys):

@@ -52,6 +52,19 @@ def test_a_model_in_the_place_of_a_tokenizer_is_named(loaded):
         Engine(model, tokenizer, draft_model=PATH)
 
 
+def test_a_prompt_that_is_longer_than_the_context_is_told_once(loaded, caplog):
+    model, tokenizer = loaded
+    positions = model.args.max_position_embeddings
+    engine = Engine(model, tokenizer, num_blocks=positions // 16 + 16, prewarm=False)
+    told = []
+    for count in (positions - 1, positions, positions + 1):
+        engine.abort(engine.add_request([1] * count, max_tokens=1))
+        told.append([record.getMessage() for record in caplog.records])
+    assert told[0] == [] and told[1] == told[2]
+    (line,) = told[1]
+    assert f"{positions} tokens, but the model has {positions} positions" in line
+
+
 def test_a_tokenizer_of_transformers_is_one(loaded):
     model, tokenizer = loaded
     engines = Engine(model, AutoTokenizer.from_pretrained(PATH)), Engine(model, tokenizer)

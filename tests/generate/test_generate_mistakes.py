@@ -146,11 +146,13 @@ def test_something_that_is_no_model_is_a_mistake(run, tmp_path):
     (tmp_path / "file").write_text("not a model")
     (tmp_path / "empty").mkdir()
     model_copy(tmp_path / "odd", config={"model_type": "unheard_of"})
-    for name in ("file", "empty", "odd"):
+    for name, message in {
+        "file": "it is a file: expected a folder with config.json and *.safetensors",
+        "empty": "it has no config.json: expected a folder with config.json and *.safetensors",
+        "odd": "cannot be loaded (",
+    }.items():
         path = tmp_path / name
-        assert_one_line_mistake(
-            run("-p", "x", "--model", path), f"model {path}: cannot be loaded ("
-        )
+        assert_one_line_mistake(run("-p", "x", "--model", path), f"model {path}: {message}")
 
 
 def test_a_model_without_a_tokenizer_is_a_mistake(run, tmp_path):

@@ -81,6 +81,14 @@ def test_the_console_script_is_the_same_function():
     assert project["scripts"] == {"mlx_paged": f"{overview.__name__}:{overview.main.__name__}"}
 
 
+def test_an_editable_install_adds_the_clone_to_the_path():
+    """Else a script beside a clone named mlx_paged imports the clone's folder, which is no package:
+    setuptools' finder is asked after the folder of the script. Setuptools adds a path where this
+    table names the clone's folder alone."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-dir"] == {"": "."}
+
+
 @pytest.mark.slow
 def test_a_command_gets_its_own_arguments_and_pythons_flags(tmp_path):
     """`run` passes the flags of Python on to the program."""

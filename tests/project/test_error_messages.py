@@ -111,6 +111,19 @@ def test_a_message_of_threads_names_the_public_call():
     assert private == []
 
 
+def test_no_module_writes_to_the_root_logger():
+    """`logging.warning` gives the root logger a handler, and lines begin with ``WARNING:root:``."""
+    writers = {"debug", "info", "warning", "error", "critical", "exception", "log"}
+    wrong = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in writers
+        if isinstance(node.value, ast.Name) and node.value.id == "logging"
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("text", "is_private"),
     [

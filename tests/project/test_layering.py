@@ -22,7 +22,7 @@ REQUESTS = {
     "sampling_params",
     "outputs",
 }
-COMMAND = {"cli", "loading", "starting"}
+COMMAND = {"cli", "launched", "loading", "model_folders", "starting"}
 MAY_IMPORT = {
     "server": {
         *("protocol", "formats", "engine", "vision", "runner", "metrics", "kv"),
@@ -59,11 +59,13 @@ MAY_IMPORT = {
     "formats": {"chat", "outputs", "sampling_params"},
     "vision": {"arguments", "chat", "cli", "prompt", "runner", "ops"},
     "chat": set[str](),
-    "loading": {"cli", "options", "vision", "runner"},
-    "cli": {"arguments", "option_kinds", "options"},
+    "launched": set[str](),
+    "loading": {"cli", "launched", "model_folders", "options", "vision", "runner"},
+    "model_folders": set[str](),
+    "cli": {"arguments", "model_folders", "option_kinds", "options"},
     "starting": set[str](),
     "__main__": {"cli", "starting"},
-    "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
+    "runner": {"launched", "sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},
     "scheduler": {"kv", *REQUESTS},
@@ -86,6 +88,8 @@ NO_MLX = [
     *(
         "arguments",
         "cli",
+        "launched",
+        "model_folders",
         "option_kinds",
         "options",
         "outputs",
@@ -95,7 +99,13 @@ NO_MLX = [
     ),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
-    *("kv.stateful_prefix_cache", "generate.batch_lines", "generate.prompts_file", "runner.plan"),
+    *(
+        "kv.stateful_prefix_cache",
+        "generate.batch_lines",
+        "generate.given",
+        "generate.prompts_file",
+        "runner.plan",
+    ),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("engine.detokenizer", "engine.spelling", "engine.token_ids"),
     *("engine.waiting_calls", "sampling.grammar"),

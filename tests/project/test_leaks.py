@@ -31,7 +31,7 @@ ADAPTERS = {
     "grammars": 10,
     "disk": 4,
     "images": 18,
-    "ranks": 4,
+    "ranks": 3,
     "beams": 5,
     "profiling": 5,
     "kv_bits": 8,

@@ -10,6 +10,7 @@ import mlx_paged
 from mlx_paged.__main__ import BENCHES
 from mlx_paged.cli import Parser
 from tests.support import TIMEOUT
+from tests.support.documents import ROOT
 
 SLOW = {"mlx", "mlx_lm", "numpy", "transformers"}
 COMMANDS = ("generate", "server", "run", "doctor", "kv_disk", "terminal")
@@ -41,6 +42,88 @@ def test_a_mistake_of_a_bench_comes_before_slow_imports(name):
     assert found.returncode == 2 and found.stderr.endswith("arguments: --no-such-flag\n")
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in found.stderr.splitlines()}
     assert "mlx_paged" in imported and imported & SLOW == set()
+
+
+MISTAKES = {
+    "generate": [
+        ("", "no prompt: give --prompt or --prompts-file"),
+        ("-p x --resume", "--resume is given: expected --output beside it"),
+        ("-p x --model no-model", "model no-model: no such directory"),
+        ("-p x --model docs", "model docs: it has no config.json: expected a folder with config"),
+        ("-p x --model README.md", "model README.md: it is a file: expected a folder with config"),
+        ("-p x --draft-model docs", "--draft-model: model docs: it has no config.json"),
+        ("-p x --speculate ngram --draft-model x/y", "--speculate is given beside --draft-model"),
+        ("-p x --num-draft-tokens 5", "--num-draft-tokens is given: expected --draft-model"),
+        ("-p x --kv-disk README.md", "--kv-disk README.md: it is a file: expected a directory"),
+        ("-p x --kv-disk-gb 3", "--kv-disk-gb is given: expected --kv-disk beside it"),
+        ("-p x --adapter-path nowhere", "adapter nowhere: no such directory"),
+        ("-p x --n 3 --best-of 2", "--n is 3: expected at most --best-of 2"),
+        ("-p x --stats-json /nowhere/x", "/nowhere/x: No such file or directory"),
+        ("--prompts-file nowhere", "nowhere: No such file or directory"),
+        ("--prompts-file README.md", "README.md line 1: not valid JSON at column 1"),
+    ],
+    "terminal": [
+        ("", "--model is not given: expected a chat model"),
+        ("--model docs", "model docs: it has no config.json"),
+        ("--model x/y --kv-disk-gb 3", "--kv-disk-gb is given: expected --kv-disk beside it"),
+        ("--image cat.png", "--image/--vision: refused: a chat here has no images"),
+        ("--prompt hi", "--prompt/-p: refused: type the message in the chat"),
+    ],
+    "server": [
+        ("--model docs", "model docs: it has no config.json"),
+        ("--models-dir nowhere", "--models-dir is nowhere: expected a directory"),
+        ("--draft-model docs", "--draft-model: model docs: it has no config.json"),
+        ("--uds /nowhere/x", "--uds /nowhere/x: No such file or directory: expected a path"),
+        ("--chat-template-args x", "--chat-template-args: line 1 column 1: not valid JSON"),
+        ("--chat-template-args []", "--chat-template-args: expected a JSON object, got '[]'"),
+    ],
+    "run": [
+        ("", "SCRIPT or COMMAND: expected a file or Python command, got ''"),
+        ("no-program.py", "expected a file or Python command, got 'no-program.py'"),
+        ("-m no_module", "argument -m: expected a Python module, got 'no_module'"),
+    ],
+    "doctor": [
+        ("--only memry", "got 'memry' (did you mean memory?)"),
+        ("--json /nowhere/x", "argument --json: /nowhere/x: No such file or directory"),
+        ("quick", "unrecognized arguments: quick"),
+    ],
+    "kv_disk": [
+        ("list README.md", "unrecognized arguments: README.md; usage: python -m mlx_paged.kv_disk"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_that_need_no_mlx_come_before_slow_imports(name):
+    """Each command in one process of its own, one mistake after another."""
+    program = (
+        "import contextlib, importlib, io, sys\n"
+        "module = importlib.import_module(sys.argv[1])\n"
+        "for line in sys.stdin.read().split('\\n'):\n"
+        "    sys.argv[1:] = line.split()\n"
+        "    told = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(told):\n"
+        "        try:\n"
+        "            status = module.main()\n"
+        "        except SystemExit as end:\n"
+        "            status = end.code\n"
+        "    print(status, told.getvalue(), end='')\n"
+        "print(*{name.split('.')[0] for name in sys.modules}, end='')\n"
+    )
+    module = f"mlx_paged.{name}" if name == "run" else f"mlx_paged.{name}.__main__"
+    found = subprocess.run(
+        [sys.executable, "-c", program, module],
+        input="\n".join(arguments for arguments, _ in MISTAKES[name]),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        cwd=ROOT,
+    )
+    *told, imported = found.stdout.split("\n")
+    assert len(told) == len(MISTAKES[name]), found
+    for line, (_, message) in zip(told, MISTAKES[name], strict=True):
+        assert line.startswith("2 ") and message in line
+    assert set(imported.split()) & SLOW == set()
 
 
 def test_the_package_itself_imports_nothing_slow():
@@ -115,11 +198,16 @@ def test_a_flag_that_does_not_exist_is_answered_with_a_similar_one(capsys):
     parser = Parser("program")
     parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--policy", choices=["fcfs", "priority"])
+    for flag in ("--trace", "--request-rate", "--model"):
+        parser.add_argument(flag)
     for given, hint in {
         ("--max_tokens", "3"): "--max_tokens 3 (did you mean --max-tokens?)",
         ("--max-token=3", "--polcy=x"): "--polcy=x (did you mean --policy?)",
         ("--zzzz",): "--zzzz",
         ("--policy", "prio"): "(choose from 'fcfs', 'priority') (did you mean priority?)",
+        ("--rate", "3"): "--rate 3 (did you mean --request-rate?)",
+        ("--nope",): "arguments: --nope",
+        ("word",): "arguments: word",
     }.items():
         with pytest.raises(SystemExit):
             parser.parse_args(given)

@@ -118,6 +118,12 @@ def test_checks_of_health_without_a_host_are_answered(server, version, status):
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
+def test_a_body_that_curl_sends_without_a_header_is_told_the_header(server):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    _, _, content = exchange(server, "POST", "/v1/completions", BODY, headers)
+    assert "-H 'Content-Type: application/json'" in json.loads(content)["error"]["message"]
+
+
 def test_a_body_with_an_encoding_is_refused_by_name(server):
     body = gzip.compress(BODY.encode())
     headers = {"Content-Encoding": "gzip"}

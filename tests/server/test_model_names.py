@@ -274,9 +274,10 @@ def test_a_swap_does_not_wait_for_ever(here):
         assert only_model(server) is not default
 
 
-def test_a_directory_of_models_must_be_there():
-    with pytest.raises(ValueError, match=r"^--models-dir is /nowhere: expected a directory"):
+def test_a_directory_of_models_must_be_there(capsys):
+    with pytest.raises(SystemExit):
         names("--models-dir", "/nowhere")
+    assert ": --models-dir is /nowhere: expected a directory\n" in capsys.readouterr().err
 
 
 def test_the_demo_model_has_all_its_files():

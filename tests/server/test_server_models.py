@@ -19,7 +19,7 @@ import pytest
 
 from mlx_paged.cli import demo_model_path
 from mlx_paged.engine.engine import Engine
-from mlx_paged.loading import positions as positions_of
+from mlx_paged.runner.positions import positions as positions_of
 from mlx_paged.server import answers
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving

@@ -77,11 +77,30 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(program, how
             answer += b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert process.returncode == 0
     assert "Traceback" not in errors
+    assert "open answers: 1; in " in errors and "a second Ctrl-C ends them now" in errors
     if end is None:
         assert "the server was stopped before the end of its answer" in errors
         assert "ERROR" not in errors and "disconnected" not in errors and b"[DONE]" not in answer
     else:
         assert end in answer and answer.endswith(b"0\r\n\r\n")
+
+
+def test_a_signal_before_the_first_request_leaves_no_warning():
+    """Python warns of a coroutine that was never awaited."""
+    code = (
+        "import signal, sys\n"
+        "from mlx_paged.server import __main__ as command\n"
+        "from mlx_paged.server.listener import asyncio\n"
+        "class Interrupted(asyncio.Runner):\n"
+        "    def run(self, *args, **options):\n"
+        "        raise KeyboardInterrupt\n"
+        "asyncio.Runner = Interrupted\n"
+        "command.start(command.main, interrupted=0)\n"
+    )
+    command = [sys.executable, "-c", code, "--port", "0", "--kv-memory", "0.05"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert found.returncode == 0 and "serving" in found.stderr
+    assert "Warning: " not in found.stderr and "PyTorch" not in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -233,7 +252,7 @@ def test_what_cannot_be_served_is_reported_in_one_line(server, tmp_path, capsys)
     near, far = f"--host 127.0.0.1 --port {taken}: ", "--host 203.0.113.9 --port 0: "
     for flags, message in (
         (["--model", "/nowhere"], "model /nowhere: no such directory"),
-        (["--model", str(tmp_path)], f"model {tmp_path}: cannot be loaded (FileNotFoundError"),
+        (["--model", str(tmp_path)], f"model {tmp_path}: it has no config.json: expected a"),
         (["--adapter-path", "/nowhere"], "adapter /nowhere: no such directory"),
         (["--use-default-chat-template"], "has no attribute default_chat_template"),
         (["--port", taken, "--kv-memory", "0.05"], f"{near}Address already in use: expected an"),
