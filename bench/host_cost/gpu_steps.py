@@ -75,6 +75,7 @@ class HostClock:
                 self.num_nodes += _num_nodes(arrays)
             try:
                 call(*arrays)
+                mx.synchronize()  # else the CPU would compute beside the thread that is measured
             finally:
                 self._evaluation += time.thread_time() - started
 

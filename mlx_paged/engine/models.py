@@ -195,5 +195,6 @@ def _scheduler(
         drafter=models.drafter,
         open_tier=open_tier,
         few_sizes=gpu_memory() is not None,
+        alone_chunk=pooled.longest_chunk,
         scores=models.rank_stats is None,
     )

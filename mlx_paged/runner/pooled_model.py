@@ -34,6 +34,7 @@ from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.runner.step_memory import step_bytes
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.budget import longest_chunk
 from mlx_paged.scheduler.step import Span, Step
 
 NOBODY = -1  # id of a request that no caller made
@@ -85,7 +86,7 @@ class MeasuredModel:
             num_blocks = config.num_blocks * plan.width
             return cls(model, config, profile, plan, max_snapshots, num_blocks)
         reserved, kv_memory = max_snapshots * profile.state_bytes, config.kv_memory
-        step = step_bytes(model, profile, config.prefill_chunk, config.max_running)
+        step = _step_bytes(model, profile, config)
         cache = config.cache_limit
         if cache is None:
             cache = default_cache_limit(None, step) or 0
@@ -102,7 +103,7 @@ class MeasuredModel:
     def budget(self) -> MemoryBudget:
         """What it will take of the memory, as long as there is no pool."""
         config, profile = self.config, self.profile
-        step = step_bytes(self.model, profile, config.prefill_chunk, config.max_running)
+        step = _step_bytes(self.model, profile, config)
         pool = self.num_blocks * planned_block_bytes(self.plan.arrays)
         pool += self.max_snapshots * profile.state_bytes
         is_asked = config.kv_memory is not None or config.num_blocks is not None
@@ -123,6 +124,7 @@ class PooledModel:
 
     Attributes:
         traces: of the compiled decodes; None: decodes are not compiled.
+        longest_chunk: prompt tokens of a step at most, if nothing else runs or waits.
         limits: of MLX's memory, held while the pool lives; None on a CPU.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
         refused_kernels: by kernel, what the GPU's compiler says against it.
@@ -136,12 +138,13 @@ class PooledModel:
     ) -> None:
         config, self.plan, self.profile = measured.config, measured.plan, measured.profile
         self.config, self.max_snapshots = config, measured.max_snapshots
+        self.longest_chunk = _longest_chunk(config)
         block_size, num_blocks = config.block_size, measured.num_blocks
         self.allocator = make_allocator(
             num_blocks,
             block_size,
             self.plan.groups,
-            config.prefill_chunk,
+            self.longest_chunk,
             self.max_snapshots if self.profile.recurrent else None,
         )
         self._budget = measured.budget
@@ -220,6 +223,18 @@ class PooledModel:
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held and that nothing leaks."""
         self.allocator.check_integrity()
+
+
+def _longest_chunk(config: PoolConfig) -> int:
+    """Prompt tokens of a step at most. A CPU gains nothing from more of them."""
+    chunk = config.prefill_chunk
+    return chunk if gpu_memory() is None else longest_chunk(chunk)
+
+
+def _step_bytes(model: nn.Module, profile: ModelProfile, config: PoolConfig) -> int:
+    """Bytes of a step at most: of a chunk beside others, or of a longer one alone."""
+    of_steps = (config.prefill_chunk, config.max_running), (_longest_chunk(config), 1)
+    return max(step_bytes(model, profile, *sizes) for sizes in of_steps)
 
 
 def _share(profile: ModelProfile, draft: ModelProfile) -> float:

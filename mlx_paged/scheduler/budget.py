@@ -8,8 +8,18 @@ MIN_CHUNK = 16
 """Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens
 takes at most P / MIN_CHUNK steps, besides those in which others overtake it."""
 
+ALONE_CHUNK = 2048
+"""Prompt tokens of a step at most if nothing else runs or waits, as many as mlx-lm's: each step of
+a prompt gathers all of its K/V again."""
+
 MOST_SCORED = 64
 """Prompt tokens of a step at most that get a log-probability: each needs a row of logits."""
+
+
+def longest_chunk(prefill_chunk: int) -> int:
+    """Prompt tokens of a step at most if nothing else runs or waits, where `prefill_chunk` is the
+    limit of other steps: four times as many, up to :data:`ALONE_CHUNK`."""
+    return min(4 * prefill_chunk, max(ALONE_CHUNK, prefill_chunk))
 
 
 class ChunkBudget:

@@ -42,6 +42,8 @@ class Scheduler(Places):
         max_stall: float | None = None,
         drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
         few_sizes: bool = False,  # whether the rows of steps with chunks have few different numbers
+        # Prompt tokens of a step at most if no other request runs or waits; 0: `prefill_chunk`.
+        alone_chunk: int = 0,
         # Opens the tier, if prefixes are shared.
         open_tier: Callable[[PredictSeconds], Tier] | None = None,
         # The others are those of :class:`Places`.
@@ -65,6 +67,7 @@ class Scheduler(Places):
         self.has_tier = open_tier is not None and self.prefix_cache
         learns = drafter is not None or self.has_tier
         self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes)
+        self._alone_chunk = alone_chunk
         self.speculation: Speculation | None = None
         if drafter is not None:
             self.speculation = Speculation(drafter, allocator, self.budget)
@@ -258,6 +261,8 @@ class Scheduler(Places):
 
     def _schedule_prompts(self, step: Step) -> None:
         """Compute tokens that grammars force, chunks of running prompts, then of waiting ones."""
+        if self._alone_chunk and len(self.running) + len(self.waiting) == 1:
+            step.max_chunk_tokens = self._alone_chunk
         for request in step.prompts:
             if request.grammar is not None and request.num_computed >= request.num_prompt:
                 self._compute(step, request)

@@ -4,10 +4,12 @@ from inspect import signature
 
 import pytest
 
+from mlx_paged.attention.forward import even_length
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.budget import longest_chunk
 from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Span, Step, StepWork
@@ -293,3 +295,56 @@ def test_a_scheduler_hands_on_the_options_of_its_places(monkeypatch):
     with pytest.raises(ValueError, match="it sees them"):
         Scheduler(None, 1, 1, **options)
     assert found == options
+
+
+def run_step(scheduler: Scheduler) -> list[Span]:
+    """The spans of a step, which is computed."""
+    step = scheduler.schedule()
+    compute(scheduler, step)
+    return step.spans
+
+
+def test_a_prompt_that_is_alone_takes_long_chunks():
+    scheduler = Scheduler(BlockAllocator(1000, 16), 8, 512, alone_chunk=2048)
+    scheduler.add(make_request(0, 5000))
+    sizes = [len(run_step(scheduler)[0]) for _ in range(3)]
+    assert sizes == [2048, 2048, 904]
+
+
+def test_a_prompt_beside_a_stream_or_another_prompt_takes_short_chunks():
+    scheduler = Scheduler(BlockAllocator(1000, 16), 8, 512, alone_chunk=2048)
+    scheduler.add(make_request(0, 20, max_tokens=3))
+    run_step(scheduler)
+    scheduler.add(make_request(1, 9000))
+    seen = [sorted(map(len, run_step(scheduler))) for _ in range(2)]
+    assert seen == [[1, 512], [1, 512]]
+    alone = run_step(scheduler)
+    assert [len(span) for span in alone] == [2048]  # the stream has ended
+    scheduler.add(make_request(2, 5000))
+    assert sum(map(len, run_step(scheduler))) == 512
+
+
+@pytest.mark.parametrize(
+    ("chunk", "alone"), [(512, 2048), (128, 512), (16, 64), (4096, 4096), (600, 2048)]
+)
+def test_the_longest_chunk_follows_the_callers(chunk, alone):
+    assert longest_chunk(chunk) == alone
+
+
+@pytest.mark.parametrize("num_tokens", [1024, 8192, 32768])
+def test_a_lone_prompt_gathers_as_much_as_mlx_lms_caches_copy(num_tokens):
+    """mlx-lm's cache is copied whole for each chunk of 2,048 tokens, which the prompt's last token
+    follows. Here each chunk gathers the blocks up to its end. A layer takes four launches a chunk:
+    the write, two gathers and attention; mlx-lm's takes five: two copies of the longer cache, two
+    updates of slices and attention."""
+    scheduler = Scheduler(BlockAllocator(3000, 16), 8, 512, alone_chunk=longest_chunk(512))
+    scheduler.add(make_request(0, num_tokens))
+    stops = []
+    while not stops or stops[-1] < num_tokens:
+        [span] = run_step(scheduler)
+        stops.append(span.stop)
+    gathered = sum(16 * even_length(-(-stop // 16)) for stop in stops)
+    stops_of_mlx_lm = [*range(2048, num_tokens - 1, 2048), num_tokens - 1]
+    copied = sum(-(-stop // 256) * 256 for stop in stops_of_mlx_lm)
+    assert gathered <= 1.05 * copied
+    assert 4 * len(stops) <= 1.05 * (5 * len(stops_of_mlx_lm) + 3)
