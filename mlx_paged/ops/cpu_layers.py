@@ -206,13 +206,16 @@ def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array,
     nothing else is left, all are NaN."""
     kept = x if allowed is None else _ext.layers.mask(x, allowed)
     if x.dtype not in _DTYPES or mx.default_device() != mx.cpu:
-        total = mx.logsumexp(kept.astype(mx.float32), axis=-1, keepdims=True)
-        logs = kept - total.astype(x.dtype)
-        best = mx.argmax(logs, axis=-1)
+        # As mlx-lm: three launches from the logits to the token. Nothing waits for a finer total.
+        total = mx.logsumexp(kept, axis=-1, keepdims=True)
+        logs = kept - total
+        best = mx.argmax(logs, axis=-1).view(mx.int32)
+        if x.dtype != mx.float32:
+            total = mx.logsumexp(kept.astype(mx.float32), axis=-1, keepdims=True)
     else:
         found = _ext.layers.likeliest(x, allowed)
-        total, best = found[:, :1], found[:, 1]
+        total, best = found[:, :1], found[:, 1].astype(mx.int32)
         logs = kept - total.astype(x.dtype)
     if allowed is not None:  # if nothing is allowed, x there may be finite
         total = mx.where(total > -mx.inf, total, mx.nan)
-    return logs, best.astype(mx.int32), total
+    return logs, best, total

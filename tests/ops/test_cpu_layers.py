@@ -1,5 +1,7 @@
 """Where a model's layers are diverted to the fused ops, and where they are not."""
 
+import io
+import re
 import threading
 from collections import Counter
 
@@ -233,3 +235,24 @@ def test_what_compile_traces_meanwhile_can_be_differentiated_later(calls, model)
         mx.grad(lambda x, f=f: f(x).sum())(x) for f in (compiled, lambda x: nn.silu(x) * 2)
     )
     np.testing.assert_allclose(np.array(got), np.array(want), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_on_a_gpu_a_token_takes_three_launches(monkeypatch, dtype):
+    """Those of mlx-lm: log-sum-exp, the difference, the largest. Views are none."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    x = mx.random.normal((3, 40)).astype(dtype)
+    mx.eval(x)
+    logs, best, total = cpu_layers.log_softmax(x)
+    drawing = io.StringIO()
+    mx.export_to_dot(drawing, best)
+    found = re.findall(r'label ="(\w+)", shape=rectangle', drawing.getvalue())
+    assert sorted(set(found) - {"Broadcast", "Squeeze", "View"}) == [
+        "ArgReduce",
+        "LogSumExp",
+        "Subtract",
+    ]
+    expected = x - mx.logsumexp(x, axis=-1, keepdims=True)
+    assert mx.array_equal(logs, expected)
+    assert best.dtype == mx.int32 and mx.array_equal(best, mx.argmax(expected, axis=-1))
+    assert total.dtype == mx.float32
