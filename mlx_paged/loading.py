@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -92,6 +93,10 @@ def load_with_config(
         kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
         detail = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
+    finally:
+        # Each layer that is made draws weights, lazily, which the file's weights replace. MLX's
+        # random state would keep the graph of all these draws: 2 KB a layer of every model loaded.
+        mx.eval(mx.random.state)
     return loaded
 
 
