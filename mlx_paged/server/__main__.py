@@ -23,9 +23,10 @@ LOGGER = logging.getLogger("mlx_paged.server")
 def main(argv: list[str] | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM, which raise KeyboardInterrupt. Returns 2 after a mistake."""
     from mlx_paged.arguments import UntestedVersionError, missing, one_line, require_versions
-    from mlx_paged.server import flags
+    from mlx_paged.server import flags, heap
 
     args = flags.parse(argv)
+    heap.limit_arenas()
     _log_to_stderr(args.log_level)
     try:
         require_versions()

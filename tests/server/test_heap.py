@@ -1,6 +1,9 @@
 """A server gives memory back that long bodies have left."""
 
+import platform
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +30,33 @@ def test_freed_memory_below_memory_in_use_goes_back(monkeypatch):
     with live():
         wait_until(lambda: resident() < held - 50_000_000)
     assert len(kept) == 60
+
+
+ARENAS_OF_THREADS = """
+import ctypes, threading
+from mlx_paged.server import heap
+{limit}
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+together = threading.Barrier(8)
+def allocate():
+    together.wait()
+    libc.malloc(ctypes.c_size_t(1000))
+    together.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc.fopen.restype = ctypes.c_void_p
+file = libc.fopen(b"/dev/stdout", b"w")
+libc.malloc_info(0, ctypes.c_void_p(file))
+libc.fclose(ctypes.c_void_p(file))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
+@pytest.mark.parametrize("limit", ["heap.limit_arenas()", ""], ids=["limited", "not limited"])
+def test_threads_share_few_arenas(limit):
+    code = ARENAS_OF_THREADS.format(limit=limit)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    arenas = done.stdout.count("<heap nr=")
+    assert (arenas <= heap.ARENAS) == bool(limit)
