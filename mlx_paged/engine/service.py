@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_paged.arguments import integer, require
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import PromptLike
-from mlx_paged.engine.ticket import Inbox, Ticket
+from mlx_paged.engine.ticket import Change, Inbox, Ticket, wake
 from mlx_paged.runner.ranks import LeadingRunner
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.scheduler.step import DeviceError
@@ -244,15 +244,17 @@ class EngineService:
         """Compute a step, if there is work, and give each output to its reader."""
         if not self._engine.has_work:
             return
+        waiting = list[Change]()
         for output in self._engine.step():
             inbox = self._open.get(output.request_id)
             if inbox is None:
                 continue
-            has_room = inbox.put(output)
+            has_room = inbox.put(output, waiting)
             if output.completion is not None:
                 del self._open[output.request_id]
             elif not has_room:
                 self._abort(output.request_id)
+        wake(waiting)
         if self._engine.device_faults >= MOST_DEVICE_FAULTS:
             failed = f"failed in {self._engine.device_faults} steps without a token between them"
             raise DeviceError(f"[EngineService] the device {failed}: expected a working one")

@@ -4,13 +4,15 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
 from mlx_paged.outputs import Completion, TokenOutput
 
 T = TypeVar("T")
+Change = asyncio.Future[None]
+"""A future that is set when an inbox changes."""
 
 
 class Ticket:
@@ -121,7 +123,7 @@ class Inbox:
         self.unread: deque[TokenOutput] = deque()
         self.completion: Completion | None = None
         self.error: BaseException | None = None
-        self._waiting: list[asyncio.Future[None]] = []  # of asyncio readers
+        self._waiting: list[Change] = []  # of asyncio readers
 
     @property
     def ended(self) -> bool:
@@ -132,12 +134,15 @@ class Inbox:
         """Whether a reader can go on without waiting."""
         return bool(self.unread) or self.ended
 
-    def put(self, output: TokenOutput) -> bool:
-        """Add an output; return False if more than `max_unread` are unread now."""
+    def put(self, output: TokenOutput, waiting: "list[Change]") -> bool:
+        """Add an output; return False if more than `max_unread` are unread now. The futures of its
+        asyncio readers are added to `waiting`, for :func:`wake`."""
         with self.changed:
             self.unread.append(output)
             self.completion = output.completion
-            self._notify()
+            self.changed.notify_all()
+            waiting += self._waiting
+            self._waiting.clear()
             return len(self.unread) <= self.max_unread
 
     def end(self, outcome: Completion | BaseException) -> None:
@@ -147,7 +152,9 @@ class Inbox:
                 self.error = outcome
             else:
                 self.completion = outcome
-            self._notify()
+            self.changed.notify_all()
+            wake(self._waiting)
+            self._waiting.clear()
 
     def pop(self, stop: type[Exception]) -> TokenOutput:
         """The next output; after the last one, raise `stop` or the error that ended the service."""
@@ -155,20 +162,25 @@ class Inbox:
             return self.unread.popleft()
         raise self.error or stop
 
-    def next_change(self) -> asyncio.Future[None]:
+    def next_change(self) -> Change:
         """A future of the running loop that is set at the next change."""
         change = asyncio.get_running_loop().create_future()
         self._waiting.append(change)
         return change
 
-    def _notify(self) -> None:
-        self.changed.notify_all()
-        for task in self._waiting:
-            with suppress(RuntimeError):  # its loop was closed
-                task.get_loop().call_soon_threadsafe(_wake, task)
-        self._waiting.clear()
+
+def wake(waiting: Iterable[Change]) -> None:
+    """Set all futures, from any thread. Each event loop is called once: every call lets another
+    thread take the interpreter, which gives it back some milliseconds later."""
+    by_loop = dict[asyncio.AbstractEventLoop, list[Change]]()
+    for change in waiting:
+        by_loop.setdefault(change.get_loop(), []).append(change)
+    for loop, changes in by_loop.items():
+        with suppress(RuntimeError):  # it was closed
+            loop.call_soon_threadsafe(_set_all, changes)
 
 
-def _wake(task: asyncio.Future[None]) -> None:
-    if not task.done():
-        task.set_result(None)
+def _set_all(changes: Iterable[Change]) -> None:
+    for change in changes:
+        if not change.done():
+            change.set_result(None)

@@ -265,7 +265,8 @@ class CompletionChoice:
                 self._write(self._stop.rest(), delta)
                 delta.write("reasoning", event.text)
             else:
-                self._placed.expect(event)
+                if self._fields["logprobs"]:
+                    self._placed.expect(event)
                 counts = self.num_tokens > self._fields["min_tokens"]
                 self._write(self._stop.feed(event.text) if counts else event.text, delta)
                 self.is_cut = self._stop.stopped
@@ -274,7 +275,8 @@ class CompletionChoice:
 
     def _write(self, text: str, delta: Delta) -> None:
         """Add content."""
-        delta.write("text", text, self._placed.take(len(text)))
+        placed = self._placed.take(len(text)) if self._fields["logprobs"] else ()
+        delta.write("text", text, placed)
 
     def _in_chat(self, call: Call) -> dict[str, Any]:
         """The next call in the form of chat completions."""

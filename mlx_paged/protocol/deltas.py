@@ -67,6 +67,8 @@ class Delta:
 
     def in_order(self) -> list["Delta"]:
         """This delta as several, at least one, whose parts are each in :data:`ORDER`."""
+        if len(self.parts) <= 1:
+            return [self]
         found = [Delta()]
         for part in self.parts:
             before = found[-1].parts

@@ -10,6 +10,8 @@ MAX_DIGITS = 100  # of an integer; Python writes no integer with more than 4,300
 MAX_MARKS = 1 << 21  # commas and brackets; so Python's parser keeps other threads waiting shortly
 MAX_FIELDS = 1000  # of an object that is a body
 
+_ENCODER = json.JSONEncoder(allow_nan=False)  # json.dumps makes a new one for each call
+
 
 def num_marks(raw: bytes) -> int:
     """Commas and brackets of a body, which has at most so many parts."""
@@ -114,4 +116,4 @@ def _is_text(text: str) -> bool:
 
 def written(content: Any) -> str:
     """`content` as JSON in ASCII. Raises ValueError for numbers that JSON has not."""
-    return json.dumps(content, allow_nan=False)
+    return _ENCODER.encode(content)

@@ -125,7 +125,8 @@ class Answer(Reply):
     async def _stream(self, send: Send) -> None:
         """Send each piece of text as an event, comments until the first one, and later a sign of
         life whenever nothing was sent for a while."""
-        is_open, latest, lock = False, time.monotonic(), asyncio.Lock()  # an event may be in pieces
+        is_open = has_event = False
+        latest, lock = time.monotonic(), asyncio.Lock()  # an event may be sent in pieces
 
         async def write(body: bytes, more_body: bool = True) -> None:
             nonlocal is_open, latest
@@ -138,7 +139,13 @@ class Answer(Reply):
                 latest = time.monotonic()
 
         async def live() -> None:
-            await asyncio.wait([comments])
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE_S):  # wait_for of Python 3.11 may lose a cancel
+                    await self.submitted.wait()
+            await asyncio.sleep(self.arrived + COMMENT_AFTER_S - time.monotonic())
+            while not has_event:
+                await write(COMMENT)
+                await asyncio.sleep(COMMENT_EVERY_S)
             while True:
                 await asyncio.sleep(latest + QUIET_S - time.monotonic())
                 async with lock:
@@ -146,20 +153,11 @@ class Answer(Reply):
                 if is_silent:
                     await write(self.sign_of_life)
 
-        async def comment() -> None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(PATIENCE_S):  # wait_for of Python 3.11 may lose a cancel
-                    await self.submitted.wait()
-            await asyncio.sleep(self.arrived + COMMENT_AFTER_S - time.monotonic())
-            while True:
-                await write(COMMENT)
-                await asyncio.sleep(COMMENT_EVERY_S)
-
-        comments, lives = asyncio.ensure_future(comment()), asyncio.ensure_future(live())
+        lives = asyncio.ensure_future(live())
         try:
             async with aclosing(self._events()) as events:
                 async for event in events:
-                    comments.cancel()
+                    has_event = True
                     if event:
                         await write(event)
             lives.cancel()
@@ -167,12 +165,10 @@ class Answer(Reply):
         except Refusal as error:
             if not is_open:
                 raise
-            comments.cancel()
             lives.cancel()
             self.failure = str(error)
             await write(self._error_event(error), more_body=False)
         finally:
-            comments.cancel()
             lives.cancel()
 
     async def _events(self) -> AsyncGenerator[bytes]:
@@ -180,6 +176,9 @@ class Answer(Reply):
         begin, options = written(self.head)[:-1], self.fields["stream_options"]
         async with aclosing(self._pieces()) as pieces:
             async for choice, delta in pieces:
+                if not delta and choice.completion is None:
+                    yield b""
+                    continue
                 *early, last = delta.in_order()
                 entries = [choice.entry(each) | {"finish_reason": None} for each in early]
                 events = b""
@@ -188,7 +187,7 @@ class Answer(Reply):
                     if options.get("continuous_usage_stats"):
                         part["usage"] = self.usage()
                     events += f"data: {begin}, {written(part)[1:]}\n\n".encode()
-                yield events if delta or choice.completion is not None else b""
+                yield events
         if options.get("include_usage"):
             yield _event(self.head | {"choices": [], "usage": self.usage()})
         yield b"data: [DONE]\n\n"
@@ -229,9 +228,10 @@ class Answer(Reply):
                     self.first_seconds = self.first_seconds or now - self.arrived
                     metrics.token(self.path, now - told[index], not choice.num_tokens)
                     told[index] = now
-                    # Log-probabilities are described beside the event loop.
-                    add = partial(choice.add, output)
-                    delta = await run(self.state.describers, add) if fields["logprobs"] else add()
+                    if fields["logprobs"]:  # they are described beside the event loop
+                        delta = await run(self.state.describers, choice.add, output)
+                    else:
+                        delta = choice.add(output)
                     if choice.is_cut and choice.completion is None:
                         tickets.abort(index)
                     if choice.failure:

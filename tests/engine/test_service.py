@@ -209,6 +209,36 @@ def test_tasks_read_without_a_thread_each(serve):
     assert run(client()) == [reference(n) for n in lengths]
 
 
+def test_a_step_wakes_an_event_loop_once(serve, monkeypatch):
+    """However many of its tasks wait for a token."""
+    steps, service = 8, serve()
+
+    async def read(ticket):
+        return [output.token async for output in ticket]
+
+    async def main():
+        loop, called = asyncio.get_running_loop(), []
+        call_soon = loop.call_soon_threadsafe
+        options = {"max_tokens": steps, "ignore_eos": True}
+        tickets = service.adopt(
+            lambda engine: [engine.add_request([5, 6, 7 + i], **options) for i in range(6)]
+        )
+        monkeypatch.setattr(
+            loop,
+            "call_soon_threadsafe",
+            lambda function, *args, **how: (
+                called.append(threading.current_thread().name),
+                call_soon(function, *args, **how),
+            ),
+        )
+        read_tokens = await asyncio.gather(*map(read, tickets))
+        return read_tokens, called.count(service._thread.name)
+
+    tokens, called = asyncio.run(main())
+    assert [len(each) for each in tokens] == [steps] * 6
+    assert called <= steps + 1
+
+
 def test_cancelling_a_task_aborts_the_request_that_it_waits_for(engine, serve):
     pause, service = Pause(engine, after=2), serve()
     ticket = service.submit(PROMPT, max_tokens=50)
