@@ -15,7 +15,7 @@ from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 from mlx_paged.kv.state_ends import StateEnds
-from mlx_paged.kv.states import EMPTY, Move, SequenceStates, State, StateIds
+from mlx_paged.kv.states import EMPTY, Move, ReadAndLeft, SequenceStates, State, StateIds
 
 
 class BlockAllocator:
@@ -241,12 +241,12 @@ class BlockAllocator:
             return Move(State(0, start))
         return self.states.advance(sequence.states, stop, is_sure, snapshots)
 
-    def advance_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[Move]:
+    def advance_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[ReadAndLeft]:
         """Call :meth:`advance` for one position of each sequence."""
-        return [
-            self.advance(seq_id, position, position + 1)
-            for seq_id, position in zip(seq_ids, positions, strict=True)
-        ]
+        assert self.states is not None
+        sequences = self._sequences
+        held = [sequences[seq_id].states for seq_id in seq_ids]
+        return self.states.advance_each(held, positions)
 
     def state(self, seq_id: int) -> State:
         """The newest recurrent states of a sequence that do not have any wrong draft."""

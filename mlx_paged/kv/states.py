@@ -32,6 +32,10 @@ class Move(NamedTuple):
     leaves: tuple[State, ...] = ()  # ordered by position; the last one is after the span
 
 
+ReadAndLeft = tuple[State, tuple[State, ...]]
+"""The fields of a :class:`Move`, without the time to make one for each decode."""
+
+
 @dataclass(slots=True)
 class SequenceStates:
     """The states that one sequence holds.
@@ -168,6 +172,29 @@ class StateIds:
         else:
             self.release(before.id)
         return Move(before, tuple(leaves))
+
+    def advance_each(
+        self, sequences: Sequence[SequenceStates | None], positions: Sequence[int]
+    ) -> list[ReadAndLeft]:
+        """Call :meth:`advance` for the token at one position of each sequence."""
+        moves = list[ReadAndLeft]()
+        holders, given = self._holders, self._num_given
+        for states, position in zip(sequences, positions, strict=True):
+            assert states is not None, "a sequence without states"
+            given += 1
+            before, newest = states.newest, State(given, position + 1)
+            holders[given] = 1
+            states.newest = newest
+            if holders.get(before.id) == 1:
+                del holders[before.id]
+                self._released.append(before.id)
+            else:
+                self.release(before.id)
+            if states.sure is not None:
+                self._forget_sure(states)
+            moves.append((before, (newest,)))
+        self._num_given = given
+        return moves
 
     def settle(self, states: SequenceStates, num_tokens: int) -> None:
         """The sequence's first `num_tokens` tokens are right, and it has no others."""

@@ -205,8 +205,7 @@ class ModelRunner:
         if self._is_recurrent:
             self.states.release(step.released)
             separated = self.states.separate(step.spans)
-            kept = [*left_by(step.spans), *separated]
-            launched.pending += self.states.arrays(dict.fromkeys(kept))
+            launched.pending += self.states.arrays([*left_by(step.spans), *separated])
         if logits:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
             arguments = launched.requests, _joined(newest), np.concatenate(lengths), scores, drafts

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import mlx.core as mx
@@ -152,25 +152,29 @@ class RecurrentStates:
         """Keep the states that the spans leave, which the runs computed."""
         of_runs = iter(spans)
         for run in runs:
-            joined = [_Joined(after, run.stops[-1] > 1) for after in run.after]
-            for row, span in zip(range(run.count), of_runs, strict=False):
-                for state, after in zip(span.leaves, joined, strict=True):
-                    self._keep(state.id, after, row)
+            left = [span.leaves for span in islice(of_runs, run.count)]
+            for index, after in enumerate(run.after):
+                ids = [states[index].id for states in left]
+                joined = _Joined(after, run.stops[-1] > 1)
+                joined.held = len(ids)
+                self._held |= {state_id: (joined, row) for row, state_id in enumerate(ids)}
+                self._mixed.update(ids)
         self._empty_caches()
 
     def release(self, state_ids: Iterable[int]) -> None:
         """Forget states. Ids that the store does not have, of a step that failed, are ignored."""
         for state_id in state_ids:
-            self._mixed.discard(state_id)
             if (place := self._held.pop(state_id, None)) is not None:
                 place[0].held -= 1
+        self._mixed.intersection_update(self._held)
 
-    def separate(self, spans: Iterable[Span] = ()) -> list[int]:
+    def separate(self, spans: Sequence[Span] = ()) -> list[int]:
         """Let states that these spans, which were computed now, do not read or leave at their ends
         have arrays of their own: a row keeps those beside it in memory. Returns the ids of the
         states with new arrays, which are not evaluated."""
-        in_use = {state_id for span in spans for state_id in (span.reads, span.leaves[-1].id)}
-        waiting = [i for i in self._mixed - in_use if self._held[i][0].wastes_memory]
+        left = [span.leaves[-1].id for span in spans]
+        apart = self._mixed.difference(left, [span.reads for span in spans])
+        waiting = [each for each in apart if self._held[each][0].wastes_memory]
         for state_id in waiting:
             own = self.copy(state_id)
             self.release([state_id])
@@ -210,11 +214,6 @@ class RecurrentStates:
         if layers is None:
             return [a for joined in held for a in arrays_of(joined.states)]
         return [a for joined in held for a in arrays_of([joined.states[i] for i in layers])]
-
-    def _keep(self, state_id: int, joined: _Joined, row: int) -> None:
-        self._held[state_id] = joined, row
-        self._mixed.add(state_id)
-        joined.held += 1
 
     def _empty_caches(self) -> None:
         for cache in self.caches:

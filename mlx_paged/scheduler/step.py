@@ -7,7 +7,7 @@ from operator import add
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
-from mlx_paged.kv.states import Move, State
+from mlx_paged.kv.states import Move, ReadAndLeft, State
 from mlx_paged.request import Request
 
 
@@ -131,7 +131,7 @@ class Step:
         self,
         requests: Sequence[Request],
         positions: Sequence[int],
-        moves: Sequence[Move] | None = None,
+        moves: Sequence[ReadAndLeft] | None = None,
     ) -> None:
         """Compute the last token of each request and sample the next one. `moves` are those of the
         requests' recurrent states; None: the model has none."""
@@ -139,11 +139,12 @@ class Step:
         if moves is None:
             self.spans += map(Span, requests, positions, stops, repeat(True))
         else:
-            spans = list(map(Span.of, requests, positions, stops, repeat(True), moves))
-            self.spans += spans
-            for span in spans:
-                if span.stored:
-                    _, _, rows, context = StepWork.chunk(span.start, span.stored)
+            for request, position, (reads, leaves) in zip(requests, positions, moves, strict=True):
+                first, stored = reads.position, position - reads.position
+                of_states = stored, reads.id, leaves
+                self.spans.append(Span(request, first, position + 1, True, (), (), *of_states))
+                if stored:
+                    _, _, rows, context = StepWork.chunk(first, stored)
                     self.work += StepWork(rows, context)
         for request, stop in zip(requests, stops, strict=True):
             request.num_computed = stop
