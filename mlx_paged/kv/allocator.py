@@ -41,7 +41,7 @@ class BlockAllocator:
         block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
         prefixes: which blocks hold which texts.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
-        states: of recurrent layers; None if the model has none.
+        states: of recurrent layers.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class BlockAllocator:
         self.store = BlockStore(self.num_blocks, block_size, self.groups)
         self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables)
         self._sequences: dict[int, SequenceBlocks] = {}
-        self.states: StateIds | None = None
         if max_snapshots is not None:
-            self.states = StateIds(integer("Engine", "max_snapshots", max_snapshots, 0))
+            integer("Engine", "max_snapshots", max_snapshots, 0)
+        self.states = StateIds(max_snapshots)
         if self.snapshots is not None:
             self.prefixes.ends = StateEnds(self.store.prefixes, self.snapshots)
 
@@ -111,12 +111,12 @@ class BlockAllocator:
     @property
     def snapshots(self) -> Snapshots | None:
         """Snapshots of recurrent states; None if there are none."""
-        return None if self.states is None else self.states.snapshots
+        return self.states.snapshots
 
     @property
     def can_share(self) -> bool:
         """Whether prefixes can be reused."""
-        return self.states is None or self.snapshots is not None
+        return self.snapshots is not None or not self.states.exist
 
     def admit(
         self,
@@ -155,8 +155,7 @@ class BlockAllocator:
         row, root = self.block_tables.add_row(), root_hash(salt)
         firsts = [num_full - len(of_group) for of_group in blocks]
         sequence = SequenceBlocks(row, firsts, num_tokens, match.hashes, root)
-        if self.states is not None:
-            sequence.states = self.states.begin(match.snapshot, match.prefix_without_state)
+        sequence.states = self.states.begin(match.snapshot, match.prefix_without_state)
         self._sequences[seq_id] = sequence
         for of_group in blocks:
             store.retain(of_group)
@@ -236,37 +235,30 @@ class BlockAllocator:
     ) -> Move:
         """Plan that a span computes tokens ``[start, stop)``; returns what the span does to the
         recurrent states. The span has to begin at the state that it reads."""
-        sequence = self._sequence(seq_id)
-        if self.states is None or sequence.states is None:
-            return Move(State(0, start))
-        return self.states.advance(sequence.states, stop, is_sure, snapshots)
+        states = self._sequence(seq_id).states
+        return self.states.advance(states, start, stop, is_sure, snapshots)
 
     def advance_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[ReadAndLeft]:
         """Call :meth:`advance` for one position of each sequence."""
-        assert self.states is not None
         sequences = self._sequences
         held = [sequences[seq_id].states for seq_id in seq_ids]
         return self.states.advance_each(held, positions)
 
     def state(self, seq_id: int) -> State:
         """The newest recurrent states of a sequence that do not have any wrong draft."""
-        states = self._sequence(seq_id).states
-        return EMPTY if states is None else states.resumes
+        return self._sequence(seq_id).states.resumes
 
     def states_of(self, seq_id: int) -> SequenceStates:
         """The recurrent states that the sequence holds."""
-        states = self._sequence(seq_id).states
-        assert states is not None, "the model has no recurrent layers"
-        return states
+        return self._sequence(seq_id).states
 
     def num_behind(self, seq_id: int, num_computed: int) -> int:
         """Computed tokens of a sequence whose recurrent states have to be computed again."""
-        states = self._sequence(seq_id).states
-        return 0 if states is None else num_computed - states.newest.position
+        return self.states.num_behind(self._sequence(seq_id).states, num_computed)
 
     def take_released(self) -> list[int]:
         """The ids of recurrent states that nobody has held since the call before."""
-        return [] if self.states is None else self.states.take_released()
+        return self.states.take_released()
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares each block with its parent until one of them writes it."""
@@ -277,8 +269,7 @@ class BlockAllocator:
         row = self.block_tables.add_row()
         firsts, hashes = list(parent.first_entries), list(parent.hashes)
         child = replace(parent, row=row, first_entries=firsts, hashes=hashes)
-        if self.states is not None and parent.states is not None:
-            child.states = self.states.fork(parent.states)
+        child.states = self.states.fork(parent.states)
         self._sequences[child_seq_id] = child
         self.block_tables.copy_row(parent.row, child.row)
         for entries in self._held(child):
@@ -287,11 +278,9 @@ class BlockAllocator:
     def can_go_back(self, seq_id: int, position: int) -> bool:
         """Whether the sequence can be computed again from `position` on."""
         states = self._sequence(seq_id).states
-        if states is not None:
-            if states.newest.position > position:
-                return False
-            position = states.newest.position
-        return self.can_continue(seq_id, position)
+        if states.newest.position > position:
+            return False
+        return self.can_continue(seq_id, self.states.first_needed(states, position))
 
     def can_continue(self, seq_id: int, position: int) -> bool:
         """Whether the sequence still has all tokens that a query at `position` sees."""
@@ -304,7 +293,7 @@ class BlockAllocator:
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
         self.prefixes.register(sequence, tokens, num_computed)
-        if self.states is not None and sequence.states is not None:
+        if sequence.states.planned:
             for snapshot in sequence.states.planned:
                 if self.prefixes.keep(sequence, tokens, snapshot):
                     self.states.keep(snapshot)
@@ -320,7 +309,7 @@ class BlockAllocator:
         """Let later texts begin with the sequence's newest state, if its block is registered."""
         sequence = self._sequence(seq_id)
         states = sequence.states
-        if self.states is None or states is None or states.newest == EMPTY or states.is_cached:
+        if states.newest == EMPTY or states.is_cached:
             return
         snapshot = Snapshot(states.newest.position, state=states.newest.id, before=states.snapshot)
         if self.prefixes.keep(sequence, tokens, snapshot):
@@ -336,8 +325,6 @@ class BlockAllocator:
     def adopt_state(self, parent: bytes, tokens: bytes, position: int) -> State | None:
         """A state after `tokens`, a registered block after `parent`, for the prefix cache. The
         caller gives the runner the content of the state. None if the cache does not keep one."""
-        if self.states is None:
-            return None
         state = self.states.new(position)
         if self.prefixes.ends.keep(parent, tokens, Snapshot(position, state=state.id)):
             return state
@@ -349,8 +336,7 @@ class BlockAllocator:
         is at `position`, or where its recurrent states are. The table still has these entries; they
         mean nothing. With `offers`, an entry that is not registered yet is kept."""
         sequence = self._sequence(seq_id)
-        if sequence.states is not None:
-            position = min(position, sequence.states.resumes.position)
+        position = self.states.first_needed(sequence.states, position)
         for group_index, group in enumerate(self.groups):
             first = min(group.kept_from(position), sequence.num_tokens) // self.block_size
             if offers and sequence.is_reusable:
@@ -367,8 +353,7 @@ class BlockAllocator:
         sequence = self._sequence(seq_id)
         for entries in self._held(sequence):
             self.store.release(entries[::-1])  # a cached prefix is evicted from its end
-        if self.states is not None and sequence.states is not None:
-            self.states.end(sequence.states)
+        self.states.end(sequence.states)
         self.block_tables.release_row(sequence.row)
         del self._sequences[seq_id]
 
@@ -376,8 +361,7 @@ class BlockAllocator:
         """Let the sequence own only positions [0, num_tokens), which are no drafts any more; blocks
         past them are released."""
         sequence, kept = self._sequence(seq_id), self.blocks_needed(num_tokens)
-        if self.states is not None and sequence.states is not None:
-            self.states.settle(sequence.states, num_tokens)
+        self.states.settle(sequence.states, num_tokens)
         if num_tokens >= sequence.num_tokens:
             return
         assert kept >= max(sequence.first_entries), "the block was released"
@@ -428,9 +412,7 @@ class BlockAllocator:
         assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
         self.prefixes.ends.check_integrity()
         self.store.check_integrity(held)
-        if self.states is not None:
-            sequences = self._sequences.values()
-            self.states.check_integrity([s.states for s in sequences if s.states is not None])
+        self.states.check_integrity([each.states for each in self._sequences.values()])
 
     def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:

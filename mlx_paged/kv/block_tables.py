@@ -177,7 +177,7 @@ class SequenceBlocks:
     # Positions ``[private_start, private_stop)`` may be written without a copy.
     private_start: int = 0
     private_stop: int = 0
-    states: SequenceStates | None = None  # None: the model has no recurrent layers
+    states: SequenceStates = field(default_factory=SequenceStates)
 
     def prefix_hash(self, num_blocks: int) -> bytes:
         return self.hashes[num_blocks - 1] if num_blocks else self.root

@@ -79,10 +79,15 @@ class StateIds:
     holds is released: the runner forgets its arrays after the step that is planned next.
 
     Args:
-        max_snapshots: snapshots of the prefix cache at most; 0: there are none.
+        max_snapshots: snapshots of the prefix cache at most; 0: there are none. None: the model has
+            no recurrent layers, so that no state is ever held.
+
+    Attributes:
+        exist: whether the model has recurrent layers.
     """
 
-    def __init__(self, max_snapshots: int = 0) -> None:
+    def __init__(self, max_snapshots: int | None = None) -> None:
+        self.exist = max_snapshots is not None
         self.snapshots: Snapshots | None = None
         if max_snapshots:
             self.snapshots = Snapshots(max_snapshots, self.release)
@@ -141,14 +146,26 @@ class StateIds:
             self.release(states.sure.id)
         self.drop_planned(states)
 
+    def first_needed(self, states: SequenceStates, position: int) -> int:
+        """The first token that a sequence may have to compute when its next one is at `position`:
+        it may have to go on from an earlier state."""
+        return min(position, states.resumes.position) if self.exist else position
+
+    def num_behind(self, states: SequenceStates, num_computed: int) -> int:
+        """Computed tokens of a sequence whose states have to be computed again."""
+        return num_computed - states.newest.position if self.exist else 0
+
     def advance(
         self,
         states: SequenceStates,
+        start: int,
         stop: int,
         is_sure: bool = True,  # whether no drafts are among the tokens up to `stop`
         snapshots: Sequence[Snapshot] = (),  # to take on the way, ordered by position
     ) -> Move:
-        """Plan a span up to `stop`."""
+        """Plan a span that computes the K/V of ``[start, stop)``."""
+        if not self.exist:
+            return Move(State(0, start))
         before = states.newest
         leaves = list[State]()
         if snapshots:
@@ -174,13 +191,12 @@ class StateIds:
         return Move(before, tuple(leaves))
 
     def advance_each(
-        self, sequences: Sequence[SequenceStates | None], positions: Sequence[int]
+        self, sequences: Sequence[SequenceStates], positions: Sequence[int]
     ) -> list[ReadAndLeft]:
         """Call :meth:`advance` for the token at one position of each sequence."""
         moves = list[ReadAndLeft]()
         holders, given = self._holders, self._num_given
         for states, position in zip(sequences, positions, strict=True):
-            assert states is not None, "a sequence without states"
             given += 1
             before, newest = states.newest, State(given, position + 1)
             holders[given] = 1

@@ -45,7 +45,7 @@ class Places:
         self.watermark = watermark
         self.clock, self._scores = clock, scores
         self._plan: SnapshotPlan | None = None
-        if self.prefix_cache and allocator.states is not None:
+        if self.prefix_cache and allocator.states.exist:
             self._plan = SnapshotPlan(allocator)
         self.tier: Tier = NoTier()  # K/V beyond the pool, and the requests that wait for it
         self.num_preemptions = 0

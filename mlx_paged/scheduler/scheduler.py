@@ -99,7 +99,7 @@ class Scheduler(Places):
         else:
             self._schedule_all(step)
         step.stores = list(self.tier.leaving.values())
-        if self.allocator.states is not None:
+        if self.allocator.states.exist:
             step.released = self.allocator.take_released()
         has_drafts = self.speculation is not None and self.speculation.reads_first
         step.is_read_first = has_drafts or bool(step.loads)
@@ -251,7 +251,7 @@ class Scheduler(Places):
             with suppress(OutOfBlocksError):
                 ids = [request.id for request in decodes]
                 step.copies += self.allocator.append_each(ids, positions)
-                has_states = self.allocator.states is not None
+                has_states = self.allocator.states.exist
                 moves = self.allocator.advance_each(ids, positions) if has_states else None
                 step.add_decodes(decodes, positions, moves)
                 return

@@ -166,7 +166,7 @@ class Speculation:
         for given, request in zip(gives, hopeful, strict=True):
             given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
         rows = np.ones(gives.shape)
-        if self._allocator.states is not None:
+        if self._allocator.states.exist:
             # If the j-th is the first wrong draft, j more tokens have to be computed again.
             behind = np.array([[self._behind(request)] for request in hopeful])
             rows = rows + gives * (1 / right - 1) * (behind + np.arange(1, most + 1))
