@@ -52,17 +52,19 @@ class Request:
     seed: int  # of its random stream
     priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
     salt: bytes = b""  # only requests with equal salts share K/V
-    prompt: Prompt | None = None  # None: its prompt is nothing but tokens
+    prompt: Prompt | None = None  # the prompt, if it is more than tokens
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
     num_prompt: int = 0
     num_computed: int = 0
     num_in_flight: int = 0  # tokens that steps under way choose; they are not in `tokens` yet
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     prefix_miss: str | None = None  # why no more were found; None if all reusable ones were found
-    # Lengths of its beginnings with which later prompts may begin that then go on differently.
+    # Numbers of leading tokens. A later prompt may begin with these tokens and then differ, because
+    # a turn of a chat ends there.
     turn_ends: Sequence[int] = ()
     num_preempted: int = 0
-    num_overtaken: int = 0  # steps with prompts that overtook it, less those without
+    # max(0, steps in which prompts overtook it - steps in which none did)
+    num_overtaken: int = 0
     num_faults: int = 0  # failed steps that computed it
     num_drafted: int = 0  # guesses of its tokens that steps computed
     num_accepted: int = 0  # right ones among them
@@ -72,7 +74,7 @@ class Request:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     # Of each prompt token, as far as known; None: not wanted.
     prompt_logprobs: list[PromptLogprob | None] | None = None
-    known_keys: list[int] = field(default_factory=list)  # the first ones of `keys`, with a `prompt`
+    known_keys: list[int] = field(default_factory=list)  # `keys` as of the last call, if `prompt`
     grammar: Grammar | None = None  # that its generated tokens follow
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it

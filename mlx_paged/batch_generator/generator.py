@@ -394,8 +394,10 @@ class BatchGenerator:
         request_id = self._engine.add_request([*context, *prompt], params, keep=True)
         request = self._engine.request(request_id)
         assert request is not None
-        known = len(context), boundaries(segments), stop.matcher(), caches
-        self._by_request[request_id] = sequence = BatchSequence(uid, request, *known)
+        sequence = BatchSequence(
+            uid, request, len(context), boundaries(segments), stop.matcher(), caches
+        )
+        self._by_request[request_id] = sequence
         return sequence
 
     def _end(self, sequence: BatchSequence) -> None:

@@ -95,8 +95,8 @@ def worst_row(got: Array, want: Array, dtype: mx.Dtype = mx.float32) -> float:
 
         ``|got - want| <= s * |want| + u * |max(|want|, m)| <= (u + s) * |max(|want|, m)|``
 
-    but for ``u * s * |want|``. In a row without subnormal elements ``|max(|want|, m)|`` is
-    ``|want|``.
+    up to the term ``u * s * |want|``, which is left out. In a row without subnormal elements
+    ``|max(|want|, m)|`` is ``|want|``.
 
     An element that is subnormal may also be zero: Metal allows a GPU to flush it. Its error
     ``|x|`` may be 2,048 times ``u * m``. :func:`flushed` counts such elements."""

@@ -217,9 +217,14 @@ class SharedPool:
                 layer.kv.copy_blocks(copies)
             self.allocator.store.copies_done()
         self._shrink()
-        tables = self.allocator.block_tables.tables(), self.block_size
-        firsts = [row.first_held for row in rows]
-        step = PaddedBatch(ids, spans, *tables, self.allocator.table_rows(ids).tolist(), firsts)
+        step = PaddedBatch(
+            ids,
+            spans,
+            self.allocator.block_tables.tables(),
+            self.block_size,
+            self.allocator.table_rows(ids).tolist(),
+            [row.first_held for row in rows],
+        )
         self._steps.add(step)
         if self.reads and not ops.is_transforming():
             step.slot_mapping = mx.depends([step.slot_mapping], self.reads)[0]

@@ -302,8 +302,15 @@ class OutputProcessor:
         top = tuple(pair for pair in top if pair[1] > -math.inf)  # without forbidden tokens
         if top:
             request.top_logprobs.append(top)
-        told = request.id, token, segment, choice.logprob, top
-        return TokenOutput(*told, cached_prompt_tokens=request.num_cached), reason
+        output = TokenOutput(
+            request.id,
+            token,
+            segment,
+            choice.logprob,
+            top,
+            cached_prompt_tokens=request.num_cached,
+        )
+        return output, reason
 
     def stop_token_ids(self, request: Request) -> Collection[int]:
         own = request.params.stop_token_ids

@@ -90,8 +90,14 @@ def _choice(
         made = form(marks, style)
     elif tokenizer.tool_parser is not None and tokenizer.tool_call_start:
         LOGGER.warning("tool calls of the format %s are read by mlx-lm's parser", own_name)
-        around = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
-        made = Foreign(marks, style, own_name, tokenizer.tool_parser, *around)
+        made = Foreign(
+            marks,
+            style,
+            own_name,
+            tokenizer.tool_parser,
+            tokenizer.tool_call_start,
+            tokenizer.tool_call_end or "",
+        )
     else:
         made = Format(marks, style)
         problem = problem or "no parser is known of the model's tool calls"

@@ -205,9 +205,19 @@ def make_batch_job(number: int, spec: PromptSpec, model: BatchModel) -> BatchJob
         except Refusal as refusal:
             error = refusal
     tokens = [token for prompt in reply.prompts for token in prompt.tokens]
-    refused = str(error) if error else ""
-    given = number, spec, tokens, SamplingParams(), 1, args, refused
-    return BatchJob(*given, line=line, model=model, reply=reply, error=error)
+    return BatchJob(
+        number,
+        spec,
+        tokens,
+        SamplingParams(),
+        1,
+        args,
+        str(error) if error else "",
+        line=line,
+        model=model,
+        reply=reply,
+        error=error,
+    )
 
 
 def _encode(number: int, line: BatchLine, reply: Reply, model: BatchModel) -> None:

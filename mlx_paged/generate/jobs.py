@@ -88,9 +88,15 @@ class Job:
         args, priority = self.args, self.spec.priority
         if args.beams is None:
             return engine.add_samples(self.tokens, self.count, self.params, priority=priority)
-        penalty: Any = {name: getattr(args, name) for name in ("length_penalty", "early_stopping")}
-        search = self.tokens, args.beams, self.params
-        return [engine.add_beam_search(*search, priority=priority, **penalty)]
+        request_id = engine.add_beam_search(
+            self.tokens,
+            args.beams,
+            self.params,
+            length_penalty=args.length_penalty,
+            early_stopping=args.early_stopping,
+            priority=priority,
+        )
+        return [request_id]
 
     @property
     def repeats(self) -> bool:

@@ -84,8 +84,8 @@ def damage(header: Any) -> str | None:
 class PackFiles:
     """The packs of a directory, at most `max_bytes` in all.
 
-    One process uses a directory at a time. Only :meth:`append` makes files; a pack is never changed
-    but for marks of dead records.
+    One process uses a directory at a time. Only :meth:`append` makes files. Nothing in a pack
+    changes except the marks of dead records.
 
     Attributes:
         packs: bytes of each pack by its number, the one unused longest first.

@@ -234,7 +234,9 @@ class KVDiskTier:
         """Take entries of the pool for the blocks that were read. The step being planned does not
         evict these entries: their content is not in the pool yet."""
         store, block_size = self._allocator.store, self._allocator.block_size
-        for each in awaited.held:  # they become the last to be evicted, but for the new ones
+        # The blocks that the request has found become the last to be evicted; only the new blocks
+        # are evicted after them.
+        for each in awaited.held:
             if each.find(store.prefixes) is each.known:
                 store.retain([each.known.block])
                 store.release([each.known.block])

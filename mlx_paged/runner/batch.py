@@ -387,10 +387,13 @@ class Batch:
         assert self.layout is Layout.ROWS
         contexts = self._positions[self._sampled_rows] + np.int32(1)
         positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
-        offsets = int(contexts.max()), positions, context_lens
+        max_context = int(contexts.max())
         tables = [forward.block_tables for forward in self.forwards]
         drawing = self._sequences[self._sampled_rows]
         if not np.array_equal(drawing, np.arange(len(self.seq_ids))):
             index = mx.array(drawing)
             tables = [mx.take(of_all, index, axis=0) for of_all in tables]
-        return [Forward(1, positions, None, table, context_lens, *offsets) for table in tables]
+        return [
+            Forward(1, positions, None, table, context_lens, max_context, positions, context_lens)
+            for table in tables
+        ]

@@ -77,8 +77,12 @@ def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class _NotBuiltError(Exception):
-    """A step is traced before it was built plainly, when functions that the model compiles itself
-    are traced: within another trace MLX gives them fixed shapes, and that trace's parameters."""
+    """A graph is to be traced, and the plain step has not been computed yet.
+
+    The plain step traces the functions that the model itself compiles. If MLX traced one of these
+    functions within the trace of the graph, the function would keep the shapes and the parameters
+    of that trace.
+    """
 
 
 class CompiledDecode:
@@ -323,7 +327,6 @@ class CompiledDecode:
             next_offset, cu_seqlens = positions + 1, of_members[-1]
             # The lengths of the sequences are values of `cu_seqlens`, which a trace does not have.
             chunks = [Chunk(0, 0, 1, positions)] * len(tokens)
-        offsets = width, positions, next_offset, cu_seqlens, chunks
         forwards = [
             Forward(
                 1,
@@ -331,7 +334,11 @@ class CompiledDecode:
                 slot,
                 table,
                 context_lens,
-                *offsets,
+                width,
+                positions,
+                next_offset,
+                cu_seqlens,
+                chunks,
                 shared_prefixes=shared,
                 is_traced=True,
             )

@@ -26,10 +26,18 @@ CONNECT_S = 60.0
 GREETING_S = 5.0  # for a client to say who it is
 HEADER = struct.Struct("<BI")
 
-Kind = IntEnum("Kind", "BEAT PLAN COLLECT MEASURE MAKE ANSWER FAILURE FAREWELL")
-"""What a frame carries: nothing; a step; three questions, the first of which is whether the oldest
-step under way has ended, and their answers; the text of an error that ends the rank; nothing,
-because rank 0 has ended as it should."""
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    BEAT = 1  # nothing: a sign of life
+    PLAN = 2  # a step to launch
+    COLLECT = 3  # a question: has the oldest step under way ended?
+    MEASURE = 4  # a question: for how many blocks does the rank have memory?
+    MAKE = 5  # a question: how many bytes does a pool of this size take, and are decodes compiled?
+    ANSWER = 6  # the answer to a question
+    FAILURE = 7  # the text of an error that ends the rank
+    FAREWELL = 8  # nothing: rank 0 has ended as it should
 
 
 class LostRank(ConnectionError):

@@ -121,8 +121,9 @@ class ModelRunner:
             self.why_plain = "not asked for"
         if self.why_plain is not None:
             return None
-        of_pool = self.allocator, self.pool, self.states
-        compiled = CompiledDecode(self.model, weakly(self._graph), *of_pool, max_rows)
+        compiled = CompiledDecode(
+            self.model, weakly(self._graph), self.allocator, self.pool, self.states, max_rows
+        )
         self.why_plain = compiled.problem(if_faster=wanted is None)
         self.states.clear()
         if self.why_plain is None:

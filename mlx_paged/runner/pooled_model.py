@@ -80,8 +80,9 @@ class MeasuredModel:
         plan = plan_pool(shapes, profile.windows, block_size)
         max_snapshots = 0
         if profile.recurrent and config.prefix_cache:
-            limits = config.max_running, config.snapshot_memory
-            max_snapshots = num_snapshots_for(profile.state_bytes, *limits)
+            max_snapshots = num_snapshots_for(
+                profile.state_bytes, config.max_running, config.snapshot_memory
+            )
         if config.num_blocks is not None:
             num_blocks = config.num_blocks * plan.width
             return cls(model, config, profile, plan, max_snapshots, num_blocks)

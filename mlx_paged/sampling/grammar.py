@@ -84,7 +84,7 @@ class GrammarState:
         ValueError: the grammar demands a token that the model does not have.
 
     Attributes:
-        forced: tokens that must follow. The matcher is behind them.
+        forced: tokens that must follow. The matcher has consumed these tokens already.
     """
 
     def __init__(
@@ -191,13 +191,14 @@ def masks_of(
     """
     errors: dict[int, Exception] = {}
     waiting: list[tuple[Matcher, int]] = []
-    ahead: dict[int, GrammarState] = {}  # behind the drafts so far, by the state of the request
+    # By the id of a request's state: a copy of the state that has followed the drafts so far.
+    ahead: dict[int, GrammarState] = {}
     words, known = -(-vocab // 32), -(-rows[0].state.vocab_size // 32)
     bits = ~np.zeros((len(rows), known), np.uint32)
     for index, each in enumerate(rows):
         state = each.state
         try:
-            if each.drafts:  # the row before it has followed all tokens but the last one
+            if each.drafts:  # the copy of the row before has followed all tokens but the last one
                 state = ahead[id(each.state)] = ahead.get(id(state), state).copy(each.tokens)
             else:
                 state.follow(each.tokens)

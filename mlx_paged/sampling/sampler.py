@@ -155,18 +155,23 @@ class Sampler:
         if samplers:
             chosen = _choose_by_callers(tokens, logprobs, samplers, errors)
             tokens = mx.clip(chosen, 0, vocab - 1).astype(mx.int32)
-        # What is told has float32's precision; what chooses has that of the logits, as in mlx-lm.
+        # Reported log-probabilities are computed in float32. The choice of a token has the
+        # precision of the logits, as in mlx-lm.
         own = mx.take_along_axis(logits, tokens[:, None], axis=-1).astype(mx.float32) - totals
         tops: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
         if rows.reported is not None:
             shape = (len(logprobs), rows.num_reported)
-            told, sums, kept = (rows.reported.take(each) for each in (logits, totals, logprobs))
-            told = mx.where(kept > -mx.inf, told.astype(mx.float32) - sums, -mx.inf)
-            found = most_likely(told, rows.num_reported)
-            none = mx.zeros(shape, mx.int32), mx.full(shape, -mx.inf)
-            tops = rows.reported.put(none[0], found[0]), rows.reported.put(none[1], found[1])
-        reported = tokens, own[:, 0], logprobs, tops[0], tops[1]
-        return Sampled(*reported, chosen, errors)
+            row_logits, row_totals, row_logprobs = (
+                rows.reported.take(each) for each in (logits, totals, logprobs)
+            )
+            exact = row_logits.astype(mx.float32) - row_totals
+            exact = mx.where(row_logprobs > -mx.inf, exact, -mx.inf)
+            top_tokens, top_logprobs = most_likely(exact, rows.num_reported)
+            tops = (
+                rows.reported.put(mx.zeros(shape, mx.int32), top_tokens),
+                rows.reported.put(mx.full(shape, -mx.inf), top_logprobs),
+            )
+        return Sampled(tokens, own[:, 0], logprobs, tops[0], tops[1], chosen, errors)
 
     def _compose(self, requests: Sequence[Request], vocab: int, drafts: Drafts = NO_DRAFTS) -> None:
         rows = self._rows = SamplingRows(requests, vocab)

@@ -83,6 +83,7 @@ async def count_tokens(answer: Answer) -> int:
     run = asyncio.get_running_loop().run_in_executor
     async with answer.state.models.use(answer.path, 0) as model:
         with refusing(answer.names):
-            given = answer.fields, args.chat_template_args
-            (prompt,) = await run(answer.threads, prompts.encode, model, *given)
+            (prompt,) = await run(
+                answer.threads, prompts.encode, model, answer.fields, args.chat_template_args
+            )
     return len(prompt.tokens)

@@ -76,8 +76,9 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         args = of_another_model(args)
         args.tool_format = args.reasoning_format = None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
-    files = path, args.adapter_path, trusts
-    model, tokenizer, config = load_with_config(*files, sees=args.vision, **template)
+    model, tokenizer, config = load_with_config(
+        path, args.adapter_path, trusts, sees=args.vision, **template
+    )
     try:
         model = joined(model)
         if args.use_default_chat_template and tokenizer.chat_template is None:

@@ -21,8 +21,10 @@ LOGGER = logging.getLogger(__name__)
 
 
 class Models:
-    """All loaded models by path. Only the thread of the event loop uses it, but for `start`, `path`
-    and `listed`.
+    """All loaded models by path.
+
+    Any thread may use `start`, `path` and `listed`; only the thread of the event loop uses the
+    rest.
 
     The default model is pinned unless ``--unpin-default``: only ``--idle-seconds`` unloads it, and
     it keeps its place meanwhile.

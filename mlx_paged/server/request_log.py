@@ -62,11 +62,17 @@ def logged(inner: ASGIApp) -> ASGIApp:
             raise
         finally:
             reason = printable(" ".join(record.reason.split()))[:500]
-            told = [reason] if reason else []
-            told += [*record.parts, f"{time.monotonic() - begun:.3f} s", f"id {record.id}"]
-            asked = scope["method"], scope["path"]
+            parts = [reason] if reason else []
+            parts += [*record.parts, f"{time.monotonic() - begun:.3f} s", f"id {record.id}"]
             is_routine = scope["path"] in POLLED and record.status == 200
             level = logging.DEBUG if is_routine else logging.INFO
-            LOGGER.log(level, "%s %.80r: %d, %s", *asked, record.status, ", ".join(told))
+            LOGGER.log(
+                level,
+                "%s %.80r: %d, %s",
+                scope["method"],
+                scope["path"],
+                record.status,
+                ", ".join(parts),
+            )
 
     return answer
