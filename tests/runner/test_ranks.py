@@ -132,6 +132,22 @@ def test_a_step_that_fails_ends_all_ranks_with_one_error(rank):
     assert first[2] == second[2] == 1
 
 
+ANOTHER_VERSION = """
+from tests.support.engine import rank_runs
+from mlx_paged.runner import ranks
+ranks.VERSION += ranks.rank()
+rank_runs.main("llama", "few")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_version_ends_the_run_with_one_error():
+    first, second = ended(two_ranks(["-c", ANOTHER_VERSION]))
+    reason = f"rank 1 failed: rank 0 sends frames of version {VERSION}, this rank reads version"
+    assert f"mlx_paged: error: {reason} {VERSION + 1}: expected the same version" in first[1]
+    assert first[2] == second[2] == 1
+
+
 GARBAGE = """
 import sys, time
 import mlx.core as mx
