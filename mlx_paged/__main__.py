@@ -2,7 +2,7 @@
 
 import sys
 
-from mlx_paged.starting import INTERRUPTED, exit_interrupted
+from mlx_paged.starting import INTERRUPTED, exit_interrupted, exit_unread
 
 COMMANDS = {
     "generate": "text for one prompt or for many at once",
@@ -29,8 +29,12 @@ def main() -> None:
         name = _command()
         if name:
             _run(name)
+        sys.stdout.flush()
     except KeyboardInterrupt:  # while the command starts or ends
         exit_interrupted(0 if name == "server" else INTERRUPTED)
+    except BrokenPipeError:  # of a bench's table
+        exit_unread()
+        raise
 
 
 def _command() -> str:

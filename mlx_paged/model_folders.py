@@ -3,6 +3,7 @@
 from pathlib import Path
 
 FOLDER = "expected a folder with config.json and *.safetensors"
+HUB = "; models of the hub have names such as mlx-community/Qwen3-0.6B-4bit"
 TOKENIZER_FILES = ("tokenizer.*", "tokenization*", "*vocab*", "*.model", "*.tiktoken", "tekken*")
 """Files of which a folder with a tokenizer has at least one. Others only configure a tokenizer."""
 
@@ -14,12 +15,14 @@ def check_model(name: str, adapter_path: str | None = None) -> None:
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise ValueError(f"adapter {adapter_path}: no such directory")
     if not path.exists() and not _may_be_hub_id(name):
-        raise ValueError(f"model {name}: no such directory")
+        raise ValueError(f"model {name}: no such directory{'' if '/' in name else HUB}")
     _require_no_gguf(path)
     if path.is_file():
         raise ValueError(f"model {name}: it is a file: {FOLDER}")
     if path.is_dir() and not (path / "config.json").exists():
-        raise ValueError(f"model {name}: it has no config.json: {FOLDER}")
+        within = sorted(file.parent.name for file in path.glob("*/config.json"))
+        names = f", such as {', '.join(within[:3])} in it" if within else ""
+        raise ValueError(f"model {name}: it has no config.json: {FOLDER}{names}")
     _require_tokenizer(path)
 
 
@@ -31,7 +34,11 @@ def has_tokenizer(directory: Path) -> bool:
 def _require_no_gguf(path: Path) -> None:
     """Raise ValueError for a GGUF file, or for a folder that has one and no safetensors."""
     is_gguf = path.suffix.lower() == ".gguf"
-    if path.is_dir() and not any(path.glob("*.safetensors")):
+    if (
+        path.is_dir()
+        and not any(path.glob("*.safetensors"))
+        and not any(path.glob("*/config.json"))
+    ):
         is_gguf = any(path.glob("*.gguf"))
     if is_gguf:
         raise ValueError(f"model {path}: GGUF is not read: {FOLDER}")

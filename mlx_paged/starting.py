@@ -15,9 +15,26 @@ def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
     to install PyTorch, as under mlx_lm."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        sys.exit(main())
+        status = main()
+        sys.stdout.flush()
+        sys.exit(status)
     except KeyboardInterrupt:
         exit_interrupted(interrupted)
+    except BrokenPipeError:
+        exit_unread()
+        raise
+
+
+def exit_unread() -> None:
+    """Exit with 1 after a BrokenPipeError if the reader of stdout has closed it, as ``head`` does.
+    Returns if another pipe broke."""
+    from select import poll
+
+    output, broken = sys.stdout.fileno(), poll()
+    broken.register(output, 0)  # errors and hang-ups are always told
+    if broken.poll(0):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python flushes stdout when it ends
+        sys.exit(1)
 
 
 def exit_interrupted(status: int) -> NoReturn:

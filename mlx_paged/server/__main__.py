@@ -74,7 +74,7 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
         raise
     try:
         models.start()
-        listener.listen(sockets.BACKLOG)
+        sockets.listen(listener, args)
         if sockets.is_open_to_others(listener) and not args.api_keys:
             LOGGER.warning("%s is open to others: consider --api-key", args.host)
         yield server

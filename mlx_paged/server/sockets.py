@@ -4,7 +4,8 @@ import os
 import socket
 import stat
 from argparse import Namespace
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 
 BACKLOG = 2048  # connections that wait to be accepted
@@ -13,8 +14,20 @@ BACKLOG = 2048  # connections that wait to be accepted
 def bound(args: Namespace) -> socket.socket:
     """The socket of --uds, or of --host and --port. Raises ValueError, which names the flags, if
     the server cannot have it."""
-    try:
+    with _naming_flags(args):
         return _of_port(args.host, args.port) if args.uds is None else _of_file(args.uds)
+
+
+def listen(listener: socket.socket, args: Namespace) -> None:
+    """Let clients connect. Raises ValueError as :func:`bound`: another server may listen by now."""
+    with _naming_flags(args):
+        listener.listen(BACKLOG)
+
+
+@contextmanager
+def _naming_flags(args: Namespace) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         why = str(error.strerror or error).partition(" (while")[0]
         given = f"--host {args.host} --port {args.port}"

@@ -378,6 +378,7 @@ class TestAttack:
             (tmp_path / "log").write_text(f"serving\n{line}\n")
             assert "the log has" in self.run(attack, one(), monkeypatch)[0]
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("name", attack_server.LIMITS)
     def test_what_the_process_holds_at_the_end_is_compared(self, name, tmp_path, monkeypatch):
         def more(rng: random.Random, target: kinds.Target) -> Request:

@@ -22,7 +22,7 @@ from tests.gpu_memory.replay import MOST_TASKS, Device
 from tests.gpu_memory.report import MODELS, made, promised, replayed
 from tests.support.models.tiny_models import tiny_model
 
-NUM_STEPS = 500
+NUM_STEPS = 250
 MIB = 2**20
 
 

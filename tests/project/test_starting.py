@@ -49,6 +49,9 @@ MISTAKES = {
         ("", "no prompt: give --prompt or --prompts-file"),
         ("-p x --resume", "--resume is given: expected --output beside it"),
         ("-p x --model no-model", "model no-model: no such directory"),
+        ("-p x --model qwen3", "no such directory; models of the hub have names such as mlx-com"),
+        ("-p x --model mlx_paged", "it has no config.json: expected a folder with config.json and"),
+        ("-p x --model mlx_paged", " *.safetensors, such as demo_model in it"),
         ("-p x --model docs", "model docs: it has no config.json: expected a folder with config"),
         ("-p x --model README.md", "model README.md: it is a file: expected a folder with config"),
         ("-p x --draft-model docs", "--draft-model: model docs: it has no config.json"),
@@ -173,6 +176,29 @@ def test_ctrl_c_within_an_exec_of_a_text_is_a_status_too(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = run("-m", "interrupted")
     assert (found.returncode, found.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("way", ["start(lambda: print('x' * 10**6) or 0)", "main()"])
+def test_a_reader_that_closes_stdout_leaves_no_traceback(way):
+    """As of ``mlx_paged bench serving | head``: the command's own write fails, or the last one."""
+    code = (
+        "import sys\n"
+        "from mlx_paged import __main__ as command\n"
+        "from mlx_paged.starting import start\n"
+        "main, command._run = command.main, lambda name: print('x' * 10**6)\n"
+        "sys.argv = ['mlx_paged', 'bench']\n"
+        "print(end='', flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code + way],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (1, "")
 
 
 @pytest.mark.parametrize("name", ["generate", "server", "doctor"])

@@ -29,6 +29,7 @@ def status_of(server, path):
 
 @pytest.mark.parametrize("name", [*NAMES, "an engine"])
 def test_threads_that_answer_nothing_are_told(server, quick, name, monkeypatch):
+    monkeypatch.setattr(workers, "READY_S", 0.5)
     may_end = threading.Event()
     if name == "an engine":
         service = only_model(server).service
@@ -42,7 +43,7 @@ def test_threads_that_answer_nothing_are_told(server, quick, name, monkeypatch):
         wait_until(lambda: status_of(server, "/ready") == 503)
         assert status_of(server, "/health") == 200
         with monkeypatch.context() as patch:
-            patch.setattr(workers, "HEALTHY_S", 1.5)
+            patch.setattr(workers, "HEALTHY_S", 0.7)
             wait_until(lambda: status_of(server, "/health") == 503)
     finally:
         may_end.set()

@@ -90,3 +90,16 @@ def test_urls_have_addresses_of_ipv6_in_brackets(host, shown):
     with listener:
         port = listener.getsockname()[1]
         assert sockets.url_of(listener, "http") == f"http://{shown}:{port}"
+
+
+def test_a_port_where_another_server_has_begun_to_listen_names_its_flags():
+    """Two servers may have one port until one of them listens: both load their models first."""
+    with sockets.bound(server_flags.parse(["--port", "0"])) as first:
+        port = str(sockets.address_of(first)[1])
+        args = server_flags.parse(["--port", port])
+        with sockets.bound(args) as second:
+            sockets.listen(first, args)
+            with pytest.raises(
+                ValueError, match=f"--port {port}: Address already in use: expected"
+            ):
+                sockets.listen(second, args)
