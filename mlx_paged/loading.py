@@ -43,8 +43,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_another_model(args: argparse.Namespace) -> argparse.Namespace:
-    """The same arguments of a command, without what belongs to the model of ``--model`` alone: its
-    adapter, its draft model, its directory of K/V."""
+    """The arguments of a command for another model than that of ``--model``, to which the adapter,
+    the draft model and the directory of K/V belong."""
     own = ("adapter_path", "draft_model", "kv_disk", "kv_disk_gb")
     num_draft_tokens = DEFAULTS["num_draft_tokens"]
     others = dict.fromkeys(own) | {"num_draft_tokens": num_draft_tokens}

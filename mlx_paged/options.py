@@ -249,7 +249,7 @@ class PoolConfig:
         require(can_share, "Engine", "prefix_cache", self.prefix_cache, "True with kv_disk")
 
     def of_pool(self, **others: Any) -> PoolConfig:
-        """The same for another pool, with these fields instead."""
+        """The options of another pool: these ones, with other values of some fields."""
         return PoolConfig(**{f.name: getattr(self, f.name) for f in fields(PoolConfig)} | others)
 
 

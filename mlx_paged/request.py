@@ -142,7 +142,7 @@ class Request:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether it needs no further token after those in flight."""
+        """Whether the request needs no further token after the tokens in flight."""
         return self.num_generated >= self.params.max_tokens or self.error is not None
 
     @property

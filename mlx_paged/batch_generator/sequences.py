@@ -197,7 +197,7 @@ def one_each(n: int, given: Any, default: Any) -> Any:
 
 
 def is_list(value: object) -> bool:
-    """Whether it has entries in an order, and is no text."""
+    """Whether a value has entries in an order, and is no text."""
     return (
         isinstance(value, Sized)
         and not isinstance(value, str | bytes | Set | Mapping)

@@ -83,7 +83,7 @@ class Variant:
         return mx.float32 if self.option == "float32-queries" else self.model_dtype
 
     def rng(self) -> np.random.Generator:
-        """The same random numbers in every run."""
+        """A source of random numbers, which are the same in every run."""
         return np.random.default_rng(zlib.crc32(self.name.encode()))
 
 

@@ -15,7 +15,7 @@ from mlx_paged.arguments import memory, optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.pool_layer import layer_of
-from mlx_paged.drop_in.shared_pool import pool_of
+from mlx_paged.drop_in.shared_pool import PoolOptions, pool_of
 from mlx_paged.kv.memory import device_memory
 from mlx_paged.options import BLOCK_SIZE, KVBits, checked_bits
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, REFUSED, leaves, model_type, require_model
@@ -61,7 +61,7 @@ def make_prompt_cache(
     for window in set(windows):
         count = windows.count(window)
         share = kv_memory and max(1, kv_memory * count // len(windows))
-        pool = pool_of(model, count, (block_size, share, window, kv_bits))
+        pool = pool_of(model, count, PoolOptions(block_size, share, window, kv_bits))
         rows, layers = [pool.new_sequence()], [layer_of(pool, i) for i in range(count)]
         empty[window] = iter([PagedKVCache.of(layer, rows, [0], window) for layer in layers])
 

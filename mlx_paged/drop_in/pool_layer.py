@@ -11,7 +11,7 @@ from mlx_paged import ops
 from mlx_paged.attention.backend import AttentionBackend
 from mlx_paged.drop_in.layer_arrays import LayerArrays
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.shared_pool import PagedSequence, SharedPool, loose_pool
+from mlx_paged.drop_in.shared_pool import PagedSequence, PoolOptions, SharedPool, loose_pool
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.options import BLOCK_SIZE, KVBits
@@ -45,7 +45,7 @@ class PoolLayer(LayerArrays):
         this one holds K/V of another shape or type."""
         shape, layer = self._shape_of(keys, values), self
         if self.pool.is_loose:
-            return loose_layer(*self.pool.options, shape)
+            return layer_of(loose_pool(shape, self.pool.options), 0)
         while layer.shape not in (None, shape):
             layer = layer_of(layer.pool.successor(), self.index)
         return layer
@@ -164,7 +164,7 @@ def loose_layer(
     """The one layer of this thread's pool for caches that were made without a model: all of them
     with K/V of one shape are sequences of it, so that no batch needs a copy. Without a shape: the
     layer of caches that have nothing yet."""
-    return layer_of(loose_pool(shape, (block_size, kv_memory, window, kv_bits)), 0)
+    return layer_of(loose_pool(shape, PoolOptions(block_size, kv_memory, window, kv_bits)), 0)
 
 
 def _token_rows(x: mx.array) -> mx.array:

@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import mlx.core as mx
@@ -30,7 +30,23 @@ from mlx_paged.runner.compiled_decode import free_graphs_with_thread
 from mlx_paged.runner.device_errors import noted
 
 FEWEST_NEW_BLOCKS = 16
-Options = tuple[int, int | None, int | None, KVBits]  # block_size, kv_memory, window, kv_bits
+
+
+class PoolOptions(NamedTuple):
+    """The options of a pool; caches with other options get another pool.
+
+    Attributes:
+        block_size: token slots in a block.
+        kv_memory: bytes of K/V at most; None: what the device has left when the pool grows.
+        window: of the pool's layers, whose sequences let go of the blocks behind the window; None:
+            the sequences keep all blocks.
+        kv_bits: how K/V is stored.
+    """
+
+    block_size: int = BLOCK_SIZE
+    kv_memory: int | None = None
+    window: int | None = None
+    kv_bits: KVBits = None
 
 
 # The last key says whether Python's garbage collector runs, in any thread. The callback is not a
@@ -107,7 +123,7 @@ class SharedPool:
         kv_bits: KVBits = None,  # how K/V is stored
         model: ref[nn.Module] | None = None,  # whose pool it is
     ) -> None:
-        self.options = block_size, kv_memory, window, kv_bits
+        self.options = PoolOptions(block_size, kv_memory, window, kv_bits)
         self.allocator = BlockAllocator(1, block_size, [LayerGroup(window)])
         self.num_layers = num_layers
         self.block_size = block_size
@@ -349,7 +365,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def pool_of(model: nn.Module, num_layers: int, options: Options) -> SharedPool:
+def pool_of(model: nn.Module, num_layers: int, options: PoolOptions) -> SharedPool:
     """This thread's pool for new caches of `model` with these options; they keep it alive."""
     key = id(model), *options
     pool = _thread.pools.get(key)
@@ -358,7 +374,7 @@ def pool_of(model: nn.Module, num_layers: int, options: Options) -> SharedPool:
     return pool
 
 
-def loose_pool(shape: KVShape | None, options: Options) -> SharedPool:
+def loose_pool(shape: KVShape | None, options: PoolOptions) -> SharedPool:
     """This thread's pool for caches that were made without a model, with K/V of this shape."""
     key = "loose", shape, *options
     pool = _thread.pools.get(key)

@@ -170,7 +170,7 @@ class BeamSearch:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the best hypothesis; STOP if no continuation is possible at all."""
+        """Why the best hypothesis ended; STOP if no continuation is possible at all."""
         best = self.group.best
         return best[0].finish_reason if best else FinishReason.STOP
 

@@ -80,7 +80,7 @@ class EngineModels:
 
     @property
     def limits(self) -> list[HeldLimits]:
-        """Those that both pools hold."""
+        """The limits of MLX's memory that the pools of both models hold."""
         return [each.limits for each in self.both if each.limits is not None]
 
     @telling_errors()
@@ -92,7 +92,7 @@ class EngineModels:
 
     @property
     def budget(self) -> MemoryBudget:
-        """What both models take of the memory."""
+        """The memory that both models take."""
         return reduce(MemoryBudget.beside, [each.budget for each in self.both])
 
     @property

@@ -114,7 +114,7 @@ class EngineService:
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests: it was started, not closed, and did not fail."""
+        """Whether the service takes requests: it was started, was not closed, and did not fail."""
         return self._started and not self._closed
 
     def submit(

@@ -47,7 +47,7 @@ class TokenIds:
                 )
 
     def with_columns(self, ids: Iterable[int]) -> list[int]:
-        """Those of these ids that have a column, sorted."""
+        """The ids that have a column of the logits, sorted."""
         columns = self.columns
         return sorted(i for i in ids if i >= 0 and (columns is None or i < columns))
 

@@ -100,7 +100,7 @@ class Job:
 
     @property
     def repeats(self) -> bool:
-        """Whether it asks for several texts that are the same."""
+        """Whether the job asks for several texts that are the same."""
         return self.args.beams is None and self.count > 1 and self.params.temperature == 0
 
     def take(self, engine: Engine, place: int, output: TokenOutput) -> Completion | None:

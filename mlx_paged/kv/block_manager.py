@@ -312,7 +312,7 @@ class KVBlockManager:
         return np.array(bytes_of(staged, 0, len(blocks))).reshape(len(blocks), -1)
 
     def _touch(self, *seq_ids: int) -> None:
-        """These sequences are the latest to be used."""
+        """Note that these sequences were used last."""
         for seq_id in seq_ids:
             self._used.pop(seq_id, None)
             self._used[seq_id] = None

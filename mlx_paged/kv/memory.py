@@ -144,7 +144,7 @@ class MemoryBudget:
         return {"weights": self.weights, "pool": self.pool, **cache, "step": self.step, **copies}
 
     def beside(self, other: "MemoryBudget") -> "MemoryBudget":
-        """Of this model and of another one, which compute one after the other."""
+        """The budget of this model and of another model, which compute one after the other."""
         pool, step = self.pool + other.pool, max(self.step, other.step)
         copies, caches = self.copies + other.copies, (self.cache, other.cache)
         cache = max((each for each in caches if each is not None), default=None)

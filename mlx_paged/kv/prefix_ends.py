@@ -104,7 +104,7 @@ class PrefixEnds(Protocol):
 
 
 class AnyEnd:
-    """Of layers that keep only K/V: a prefix ends after any token.
+    """Where a prefix ends in layers that keep only K/V: after any token.
 
     Args:
         caches: of each layer group.

@@ -26,8 +26,11 @@ class KVShape:
     rotates: bool = False
 
     def quantized(self, where: str, kv_bits: KVBits, rotates: bool = True) -> "KVShape":
-        """The same layer in a pool with these `kv_bits`. Raises ValueError if such a pool cannot
-        hold this layer, or the device cannot use it."""
+        """This layer's shape in a pool with these `kv_bits`.
+
+        Raises:
+            ValueError: such a pool cannot hold this layer, or the device cannot use it.
+        """
         kv_bits = checked_bits(where, kv_bits)
         problem = None
         if kv_bits is None:

@@ -15,9 +15,9 @@ from mlx_paged.kv.snapshots import Snapshot, Snapshots
 
 
 class StateEnds:
-    """Of recurrent layers, which keep a state at one position only: a prefix ends at a snapshot,
-    within a block if necessary. The snapshots belong to blocks of the first layer group. The blocks
-    of a model without K/V hold nothing and only count its tokens.
+    """Where a prefix ends in recurrent layers, which keep a state at one position only: at a
+    snapshot, within a block if necessary. The snapshots belong to blocks of the first layer
+    group. The blocks of a model without K/V hold nothing and only count its tokens.
 
     Args:
         caches: of each layer group.

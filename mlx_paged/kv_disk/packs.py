@@ -235,7 +235,8 @@ class PackFiles:
                 yield damage(header) or ("another" if is_other else "checksum")
 
     def used(self, packs: set[int]) -> None:
-        """These packs were read: they are given up last, also by a later process."""
+        """Note that packs were read. Packs that were read lately are given up last, also by a later
+        process."""
         _check_thread()
         for pack in packs & self.packs.keys():
             self.packs.move_to_end(pack)

@@ -275,12 +275,13 @@ def _compile(plan: Callable[..., dict[str, Any]], *arrays: mx.array, **options: 
 
 
 def is_of_another_thread(error: BaseException) -> bool:
-    """Whether it only says that another thread launched what was waited for."""
+    """Whether an error only says that another thread launched the work that was waited for."""
     return str(error).startswith("[METAL] Command buffer of another thread")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether MLX tells of a command buffer that failed: to whoever asks next, and only once."""
+    """Whether MLX reports a command buffer that failed. MLX reports the failure once, to whoever
+    asks next."""
     return isinstance(error, RuntimeError) and str(error).startswith("[METAL] Command buffer")
 
 

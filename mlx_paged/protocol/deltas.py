@@ -146,7 +146,7 @@ class Placed:
         return found
 
     def decide(self, end: int) -> None:
-        """Of all text before `end` the content has been told."""
+        """Note that the content of all text before `end` has been told."""
         self._forget(min(end, self._texts[0][0]) if self._texts else end)
 
     def _forget(self, end: int) -> None:

@@ -30,7 +30,7 @@ ECHOED: Fields = {
 """Fields of a request that its answer repeats, and what is repeated of those that are not given."""
 
 ONCE = ("instructions", "metadata", "text", "tools")
-"""Those of these fields that may be long: only the last event of a stream repeats them."""
+"""Fields of :data:`ECHOED` that may be long: only the last event of a stream repeats them."""
 
 MAX_ECHO = 1 << 16
 """Bytes of JSON of a field that an answer repeats; of a longer one it has what is repeated of one

@@ -104,7 +104,7 @@ class ModelProfile:
     untraceable: str | None
 
     def quantized(self, kv_bits: KVBits) -> "ModelProfile":
-        """The same model with quantized K/V.
+        """The profile of the model with quantized K/V.
 
         Raises:
             ValueError: a layer's K/V cannot be stored with these bits.

@@ -59,7 +59,8 @@ class PlanWriter:
         return self.digest + content
 
     def _table_changes(self, rows: Int32Array) -> list[Any]:
-        """Of each changed row: row, group, first column, and from there on entries and blocks."""
+        """The changes of the block tables. Each changed row gives its number, its group, the first
+        changed column, and the entries and blocks from that column on."""
         tables, changes = self._allocator.block_tables, list[Any]()
         versions = tables.versions(rows).tolist()
         for group in range(len(self._allocator.groups)):

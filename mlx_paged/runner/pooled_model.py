@@ -102,7 +102,7 @@ class MeasuredModel:
 
     @property
     def budget(self) -> MemoryBudget:
-        """What it will take of the memory, as long as there is no pool."""
+        """The memory that the model will take. Ask before the pool is made."""
         config, profile = self.config, self.profile
         step = _step_bytes(self.model, profile, config)
         pool = self.num_blocks * planned_block_bytes(self.plan.arrays)

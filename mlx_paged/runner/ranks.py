@@ -107,7 +107,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Ranks | None":
-        """Those of a model that :func:`joined` returned; None if this process is alone."""
+        """The ranks of a model that :func:`joined` returned; None if this process is alone."""
         return attached_to(model, "ranks", lambda model: None)
 
     def send(self, kind: int, content: bytes = b"") -> None:

@@ -59,7 +59,7 @@ class Sampled:
     errors: dict[int, Exception] = field(default_factory=dict)
 
     def below(self, limit: int) -> "Sampled":
-        """The same with token ids below `limit`."""
+        """This result with token ids below `limit`."""
         chosen = self.tokens if self.chosen is None else self.chosen
         return replace(self, tokens=mx.minimum(self.tokens, limit - 1), chosen=chosen)
 
@@ -87,7 +87,12 @@ class Scores(NamedTuple):
 
     @classmethod
     def of(cls, logits: mx.array, allowed: mx.array | None = None) -> "Scores":
-        """Of the tokens that the words ``[R, ceil(vocab / 32)]`` uint32 allow; None: of all."""
+        """The scores of logits.
+
+        Args:
+            allowed: the tokens that may follow, a bit each: words ``[R, ceil(vocab / 32)]`` uint32.
+                None: all tokens.
+        """
         return cls(logits, *log_softmax(logits, allowed))
 
 

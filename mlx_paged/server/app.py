@@ -107,7 +107,8 @@ def _refusal(error: Refusal, request: Request) -> Response:
 
 
 def _has_two_lengths(request: Request) -> bool:
-    """Of such a request a proxy may see another end than this server (RFC 9112, section 6.1)."""
+    """Whether a request gives its length twice. A proxy may see another end of such a request than
+    this server (RFC 9112, section 6.1)."""
     return all(name in request.headers for name in LENGTHS)
 
 
@@ -117,8 +118,8 @@ def _is_anthropics(request: Request) -> bool:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answers an error that an endpoint or Starlette's router raises. Starlette raises others than
-    theirs again, so that the log has them."""
+    """The answer to an error that an endpoint or Starlette's router raises. Starlette raises all
+    other errors again, so that the log has them."""
     if isinstance(error, Refusal):
         return _refusal(error, request)
     if not isinstance(error, HTTPException):

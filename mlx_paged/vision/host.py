@@ -144,7 +144,7 @@ class PictureFeatures:
         self.num_computed, self.seconds, self.nbytes = 0, 0.0, 0
 
     def of(self, picture: Picture) -> Features:
-        """Those of a picture, computed now if they are not known."""
+        """The features of a picture, computed now if they are not known."""
         with self._lock:
             if picture.digest in self._kept:
                 self._kept.move_to_end(picture.digest)

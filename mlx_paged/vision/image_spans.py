@@ -74,7 +74,7 @@ class ImageSpans:
 
     @property
     def nbytes(self) -> int:
-        """Of the pictures' inputs."""
+        """Bytes of the pictures' inputs."""
         return sum(size_of([*picture.inputs.values()]) for picture in self.pictures)
 
 
