@@ -33,7 +33,7 @@ mx::array leaf_of(const mx::array& input) {
   return leaf;
 }
 
-void compute_at_once(const mx::array& result, mx::Stream stream) {
+void compute_at_once(const mx::array& result, const Arrays& inputs, mx::Stream stream) {
   const bool on_cpu = stream.device == mx::Device::cpu;
   std::unordered_set<uintptr_t> known;
   Arrays nodes;
@@ -43,9 +43,19 @@ void compute_at_once(const mx::array& result, mx::Stream stream) {
     mx::Primitive& primitive = node.primitive();
     on_cpu ? primitive.eval_cpu(node.inputs(), outputs)
            : primitive.eval_gpu(node.inputs(), outputs);
+  }
+  // MLX keeps the memory of the primitive's inputs and output itself. An encoder of Metal forgets
+  // what it has to wait for in memory that is called temporary.
+  std::unordered_set<const void*> kept = {result.buffer().ptr()};
+  for (const mx::array& input : inputs) {
+    kept.insert(input.buffer().ptr());
+  }
+  for (const mx::array& node : nodes) {
     for (const mx::array& each : node.inputs()) {
-      on_cpu ? mx::cpu::get_command_encoder(stream).add_temporary(each)
-             : keep_until_computed(each, stream);
+      if (kept.insert(each.buffer().ptr()).second) {
+        on_cpu ? mx::cpu::get_command_encoder(stream).add_temporary(each)
+               : keep_until_computed(each, stream);
+      }
     }
   }
 }

@@ -11,7 +11,8 @@ mx::array leaf_of(const mx::array& input);
 
 // Gives `result` its memory: evaluates the nodes of its graph in order, on the stream of the
 // primitive that is being evaluated. All nodes must be of this stream, and all leaves must have
-// memory. The nodes' memory is kept until the stream has computed them.
-void compute_at_once(const mx::array& result, mx::Stream stream);
+// memory. What the nodes allocate is kept until the stream has computed them. `inputs` are those of
+// the primitive.
+void compute_at_once(const mx::array& result, const Arrays& inputs, mx::Stream stream);
 
 }  // namespace mlx_paged

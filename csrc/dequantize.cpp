@@ -59,7 +59,7 @@ class DequantizedBlocks : public mx::Primitive {
     };
     const mx::array stored = dequantized(gathered(0), gathered(1), dtype_, stream());
     const mx::array rows = rotates_ ? hadamard(stored, stream()) : stored;
-    compute_at_once(rows, stream());
+    compute_at_once(rows, inputs, stream());
     out.copy_shared_buffer(rows);
   }
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -322,12 +322,20 @@ class LayerView(AttendingCache):
         layer, sinks = self.layer, query.sinks
         if sinks is not None and not self.forward.is_traced:
             sinks = self._backend.float32(sinks)
-        options: dict[str, Any] = {"scale": query.scale, "window": query.window, "sinks": sinks}
-        if shared_prefixes is not None and way.shares:
-            options["shared_prefixes"] = shared_prefixes
         q = ops.hadamard(query.q) if self.shape.rotates else query.q
-        arrays = q, [handles[layer] for handles in self.pool.stored], tables, context_lens
-        out = ops.attend(*arrays, way.is_compiled, cu_seqlens, num_decodes, **options)
+        out = ops.attend(
+            q,
+            [handles[layer] for handles in self.pool.stored],
+            tables,
+            context_lens,
+            way.is_compiled,
+            cu_seqlens,
+            num_decodes,
+            scale=query.scale,
+            window=query.window,
+            sinks=sinks,
+            shared_prefixes=shared_prefixes if way.shares else None,
+        )
         return ops.hadamard(out) if self.shape.rotates else out
 
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:

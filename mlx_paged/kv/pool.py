@@ -152,9 +152,15 @@ class KVPool:
         shape = self.shapes[layer]
         if shape.latent or k.dtype != shape.dtype:
             return None
-        k_cache, v_cache, *scales = [handles[layer] for handles in self.stored]
-        rest: Sequence[Any] = (*(scales or (None, None)), shape.rotates)
-        found = ops.append_kv(kind, k, v, k_cache, v_cache, *read, *rest)
+        if not self.scales:  # the way of most layers, without lists of arrays
+            found = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], *read)
+            if found is None:
+                return None
+            self.k[layer], self.v[layer], keys, values = found
+            return keys, values
+        stored = [handles[layer] for handles in self.stored]
+        arrays: tuple[Any, ...] = (*stored[:2], *read, *stored[2:], shape.rotates)
+        found = ops.append_kv(kind, k, v, *arrays)
         if found is None:
             return None
         *written, keys, values = found

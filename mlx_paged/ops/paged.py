@@ -16,7 +16,7 @@ checks these when it is called. It checks the others when it is evaluated, befor
 writes. Both raise ValueError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -271,16 +271,19 @@ def attend(
         is_known: whether the device has a kernel for the call: nothing is asked then.
             ``dispatch.attends`` and ``dispatch.takes_attention`` tell.
     """
-    k, v, *scales = kv
-    if scales:
-        options["k_scales"], options["v_scales"] = scales if is_known else ([s] for s in scales)
+    scales: dict[str, Any] = {}
+    if len(kv) > 2:
+        scales = {"k_scales": kv[2], "v_scales": kv[3]}
     if cu_seqlens is not None:
         options |= {"cu_seqlens": cu_seqlens, "num_decodes": num_decodes}
     if is_known:
-        found: mx.array = _ext.paged_attention(q, k, v, block_tables, context_lens, **options)
-        return found
-    op = paged_attention if cu_seqlens is None else paged_attention_varlen
-    out: mx.array = op(q, [k], [v], block_tables, context_lens, check_tables=False, **options)
+        options |= scales
+        return _ext.paged_attention(q, kv[0], kv[1], block_tables, context_lens, **options)
+    op: Callable[..., mx.array] = paged_attention if cu_seqlens is None else paged_attention_varlen
+    options |= {name: [array] for name, array in scales.items()}
+    out: mx.array = op(
+        q, kv[:1], kv[1:2], block_tables, context_lens, check_tables=False, **options
+    )
     return out
 
 
