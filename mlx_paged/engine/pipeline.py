@@ -121,7 +121,8 @@ class StepPipeline(Generic[LaunchedT]):
             raise error from fault.error
         alive = [request for request in fault.requests if not request.finish_reason]
         self._scheduler.recover(alive, halve=fault.is_devices)
-        # No request causes a KeyboardInterrupt, or what another thread alone can know.
+        # No request causes a KeyboardInterrupt. No request causes the loss of a step that another
+        # thread launched.
         if isinstance(fault.error, UnknownEndError) or not isinstance(fault.error, Exception):
             return []
         for request in alive:

@@ -32,7 +32,7 @@ class ChunkBudget:
         # there is no bound.
         max_stall: float | None,
         learns: bool = False,  # whether others than the bound need predictions
-        few_sizes: bool = False,  # whether the rows of steps have few different numbers
+        few_sizes: bool = False,  # whether chunks are rounded: few numbers of rows occur
     ) -> None:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall

@@ -41,7 +41,7 @@ class Scheduler(Places):
         # Predicted seconds of a step with running streams at most; None: no such bound.
         max_stall: float | None = None,
         drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
-        few_sizes: bool = False,  # whether the rows of steps with chunks have few different numbers
+        few_sizes: bool = False,  # whether chunks are rounded: few numbers of rows occur
         # Prompt tokens of a step at most if no other request runs or waits; 0: `prefill_chunk`.
         alone_chunk: int = 0,
         # Opens the tier, if prefixes are shared.

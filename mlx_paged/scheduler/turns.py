@@ -5,8 +5,11 @@ from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import WaitingQueue
 from mlx_paged.scheduler.step import Step
 
-PATIENCE = 32  # a prompt is overdue after so many more steps with shorter prompts than without
-SHARE = 64  # tokens that a long prompt computes at most beside shorter ones, unless it is overdue
+PATIENCE = 32
+"""A long prompt is overdue when its `num_overtaken` has reached this number."""
+SHARE = 64
+"""The most tokens of a step that a long prompt computes beside prompts that overtake it, unless the
+long prompt is overdue."""
 
 
 def is_overtaken(request: Request, room: int) -> bool:
@@ -17,13 +20,14 @@ def is_overtaken(request: Request, room: int) -> bool:
 
 
 class Turn:
-    """Divides the prompt tokens of a step between a long prompt and those that overtake it.
+    """Divides the prompt tokens of a step between a long prompt and prompts that overtake it.
 
-    Shortest remaining work first, within limits. A prompt overtakes the `first` one if less than
-    half as much of it is left. Prompts that overtake may take all of the room. Until they have
-    their first tokens, `first` gets `SHARE` tokens of a step at most, so that the steps stay short.
-    That costs it little time, because it goes on right after them. If that happens too often,
-    `first` is overdue: it gets at least half of every step.
+    The long prompt is `first`. Another prompt overtakes `first` if less than half as many of its
+    tokens are left. The prompt with the fewest tokens left comes first. Prompts that overtake may
+    take all of the room. Until these prompts have their first tokens, `first` gets at most `SHARE`
+    tokens of a step, so that the steps stay short. This costs `first` little time, because `first`
+    goes on right after these prompts. If `first` is overtaken too often, `first` is overdue and
+    gets at least half of every step.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class Turn:
         self.overtaking: list[Request] = []  # those that :meth:`next` returned
         self._is_overdue = first.num_overtaken >= PATIENCE
         self._before = step.work.chunk_tokens
-        # Of the step's prompt tokens before `first`.
+        # The most prompt tokens of the step before those of `first` are added.
         self.limit = self._before + (room // 2 if self._is_overdue else room)
         self._step = step
         self._first = first
@@ -59,7 +63,7 @@ class Turn:
         return waiting
 
     def limit_after(self) -> int:
-        """Of the step's prompt tokens, once those that overtake are in it."""
+        """The limit of the step's prompt tokens after the prompts that overtake were added."""
         first, taken = self._first, self._step.work.chunk_tokens
         if taken == self._before and not self._is_awaited:
             first.num_overtaken = max(0, first.num_overtaken - 1)
