@@ -212,10 +212,8 @@ class PoolConfig:
         None,
         OnOff(may_choose=True),
         "compute the steps that only decode by graphs that MLX has traced before, if it can"
-        " (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.",
-        OptionFlag(
-            "--compile", "decode with compiled graphs (default: on a CPU, if that is faster)"
-        ),
+        " (docs/compiled-decodes.md). None: if they take less time, which is measured now.",
+        OptionFlag("--compile", "decode with compiled graphs (default: if that is faster)"),
     )
     cpu_linear: bool | None = option(
         None,
