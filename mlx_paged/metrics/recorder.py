@@ -129,6 +129,9 @@ class Reads(NamedTuple):
     blocks: int  # that hold these bytes, counted for each sequence
 
 
+FEW_SPANS = 8  # up to so many, a loop takes less time than arrays
+
+
 class KVReads:
     """Computes how much K/V attention must read. Each layer has a window (None: none, 0: it stores
     nothing) and the bytes of one token's K/V in it."""
@@ -143,14 +146,20 @@ class KVReads:
         self._is_limited = None not in stored  # every layer has a window
         self._windows, self._bytes = np.array(limited, np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
         self._block_size = block_size
-        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
+        self._sizes = block_size, STOCK_GROWTH
 
     def of(self, spans: Sequence[Span]) -> Reads:
         """What a step with these spans reads."""
         stops = [span.stop for span in spans]
         tokens = sum(stops)
-        pieces = (np.array(stops, np.int64) + (self._sizes - 1)) // self._sizes
-        blocks, stock_steps = np.add.reduce(pieces, axis=1).tolist()
+        if len(stops) > FEW_SPANS:
+            sizes = np.array(self._sizes)[:, None]
+            pieces = (np.array(stops, np.int64) + (sizes - 1)) // sizes
+            blocks, stock_steps = np.add.reduce(pieces, axis=1).tolist()
+        else:
+            blocks, stock_steps = (
+                sum([-(-stop // size) for stop in stops]) for size in self._sizes
+            )
         kv_bytes = tokens * self._token_bytes
         if self._windows.size:
             starts = np.array([span.start for span in spans], np.int64)
