@@ -192,7 +192,9 @@ class PoolConfig:
     prefill_chunk: int = option(
         512,
         Whole(1),
-        "the largest number of prompt tokens in a step, beside the running requests.",
+        "the largest number of prompt tokens in a step, beside the running requests. On a GPU, a"
+        " prompt beside which no request runs or waits takes up to four times as many: at most"
+        " 2,048, or `prefill_chunk` if that is larger.",
         OptionFlag("--prefill-chunk --prefill-step-size", "maximum prompt tokens in a step", "N"),
     )
     prefix_cache: bool = option(

@@ -56,6 +56,8 @@ class Engine(EngineCore):
             `num_blocks` asks for a small pool.
         max_running: the largest number of requests that are computed together.
         prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
+            On a GPU, a prompt beside which no request runs or waits takes up to four times as many:
+            at most 2,048, or `prefill_chunk` if that is larger.
         max_stall_ms: the longest time of a step while streams run, so that a long prompt does not
             delay them longer. A cost model, which learns from every step, chooses steps that take
             no longer. None: only `prefill_chunk` limits a step, and its tokens do not depend on the
