@@ -2,8 +2,9 @@
 
     python -m scripts.leaks [--files]
 
-Prints three tables: the features, each with the files outside its home that know the feature; the
-fields of a sequence, each with the files that write the field; and the reads of internals, by kind.
+Prints four tables: the features, each with the files outside its home that know the feature; the
+fields of a sequence, each with the files that write the field; the writes of a step's fields; and
+the reads of internals, by kind.
 The numbers are those that ``tests/project/test_leaks.py`` does not let grow.
 """
 
@@ -11,7 +12,7 @@ import argparse
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -53,6 +54,7 @@ FEATURES = {
     "drafts": Feature(
         ("scheduler/speculation.py", "scheduler/ngram.py", "runner/draft_model.py"),
         ("*draft*", "*speculat*", "*ngram*", "num_accepted"),
+        at_home=("scheduler/progress.py",),
     ),
     "grammars": Feature(
         ("sampling/grammar.py", "sampling/grammar_trials.py"),
@@ -88,6 +90,7 @@ FEATURES = {
             *("*behind*", "rewinds", "restores", "catch_up", "keep_state", "advance_each"),
             *("adopt_state", "state_after", "state_key"),
         ),
+        at_home=("scheduler/progress.py",),
     ),
     "windows": Feature((), ("*window*",), at_home=("kv/layer_groups.py", "kv/layer_kinds.py")),
     "cascade": Feature((), ("*cascade*", "shared_keys"), at_home=("attention",)),
@@ -103,8 +106,14 @@ SEQUENCES = {"Request": "request.py", "SequenceBlocks": "kv/block_tables.py"}
 NOT_PRIVATE = {"_", "_replace", "_asdict", "_fields", "_make"}
 """Names that begin with an underscore and are public: those of named tuples."""
 
-OTHERS = {"params"}
+OTHERS = {"params", "completion", "delta", "deltas", "parts", "_recording"}
 """Names of objects that have fields with the names of a sequence's."""
+
+STEP_CLASSES = {"Step": "scheduler/step.py", "Span": "scheduler/step.py"}
+"""Classes whose fields nothing writes once a step is planned, and their files."""
+
+STEPS = re.compile(r"(.*_)?(steps?|spans?|piece)")
+"""Names of objects of these classes."""
 
 MUTATORS = {
     *("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse"),
@@ -115,9 +124,9 @@ MUTATORS = {
 VERBS = {
     "scheduler": {
         *("add", "check_fits", "schedule", "commit", "complete", "recover", "clear", "fork"),
-        *("begun", "settle", "copies_done", "take_released", "discard", "forget_cached"),
-        *("leave_tier", "park", "unpark", "release", "levels", "blocks_in_use", "gives_several"),
-        "has_tier",
+        *("begun", "settle", "foresee", "copies_done", "take_released", "discard"),
+        *("forget_cached", "leave_tier", "park", "unpark", "release", "levels"),
+        *("blocks_in_use", "gives_several", "has_tier"),
     }
 }
 """What other rooms may call of an object; all else of the object is internal to its room."""
@@ -179,13 +188,30 @@ class Sources:
     @cached_property
     def sequence_fields(self) -> set[str]:
         """The fields of the classes :data:`SEQUENCES`."""
+        return self._fields_of(SEQUENCES)
+
+    def _fields_of(self, classes: Mapping[str, str]) -> set[str]:
         return {
             node.target.id
-            for name, path in SEQUENCES.items()
+            for name, path in classes.items()
+            if path in self.modules
             for each in self.modules[path].body
             if isinstance(each, ast.ClassDef) and each.name == name
             for node in each.body
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+
+    @cached_property
+    def step_writes(self) -> set[str]:
+        """Writes of a field of a step or of a span, as lines of files. To make a step is none."""
+        fields = self._fields_of(STEP_CLASSES)
+        return {
+            f"{path}:{node.lineno}:{field}"
+            for path, nodes in self._nodes.items()
+            if room_of(path) != "drop_in"  # its steps are others
+            for node, is_own in _with_methods_of(STEP_CLASSES, nodes)
+            for owner, field in _attribute_writes(node)
+            if field in fields and (STEPS.fullmatch(owner) or (owner == "self" and is_own))
         }
 
     @cached_property
@@ -224,20 +250,10 @@ class Sources:
     def _written(self, node: ast.AST, of_self: bool = False) -> Iterator[str]:
         """The fields of a sequence that a node writes. The attributes of ``self`` are such fields
         with `of_self` only."""
-        if isinstance(node, ast.Expr):
-            node = node.value
-        for target in _targets(node):
-            while isinstance(target, ast.Subscript):
-                target = target.value
-            is_foreign = isinstance(target, ast.Attribute) and _last_name(target.value) != "self"
-            attribute = _last_attribute(target) if of_self or is_foreign else ""
-            if attribute in self.sequence_fields:
-                yield attribute
-        is_call = isinstance(node, ast.Call) and _last_name(node.func) in ("setattr", "replace")
-        if isinstance(node, ast.Call) and is_call and _last_name(node.args[0]) not in OTHERS:
-            given = [k.arg for k in node.keywords if k.arg]
-            given += [str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)]
-            yield from self.sequence_fields.intersection(given)
+        for owner, field in _attribute_writes(node):
+            is_other = owner in OTHERS or (owner == "self" and not of_self)
+            if field in self.sequence_fields and not is_other:
+                yield field
 
     # Internals
 
@@ -314,7 +330,9 @@ def _is_in(file: str, place: str) -> bool:
 
 
 def _last_name(node: ast.AST) -> str:
-    """``c`` of the expressions ``c``, ``b.c`` and ``b.c()``; "" of others."""
+    """``c`` of the expressions ``c``, ``b.c``, ``b.c()`` and ``b.c[0]``; "" of others."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
     if isinstance(node, ast.Call):
         node = node.func
     if isinstance(node, ast.Attribute):
@@ -338,6 +356,38 @@ def _targets(node: ast.AST) -> Iterator[ast.AST]:
     elif isinstance(node, ast.Call) and _last_attribute(node.func) in MUTATORS:
         assert isinstance(node.func, ast.Attribute)
         yield node.func.value
+
+
+def _attribute_writes(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """The attributes that a node writes, each with the name of the attribute's object. For
+    ``replace`` this is the object that is copied."""
+    if isinstance(node, ast.Expr):
+        node = node.value
+    for target in _targets(node):
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if isinstance(target, ast.Attribute):
+            yield _last_name(target.value), target.attr
+    if isinstance(node, ast.Call) and _last_name(node.func) in ("setattr", "replace"):
+        given = [keyword.arg for keyword in node.keywords if keyword.arg]
+        given += [str(a.value) for a in node.args[1:2] if isinstance(a, ast.Constant)]
+        for name in given:
+            yield _last_name(node.args[0]), name
+
+
+def _with_methods_of(
+    classes: Collection[str], nodes: Sequence[ast.AST]
+) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
+    """Statements and expressions of a module, and whether each is in one of some classes."""
+    own = {
+        inner
+        for node in nodes
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for inner in ast.walk(node)
+    }
+    for node in nodes:
+        if isinstance(node, ast.stmt | ast.expr):
+            yield node, node in own
 
 
 def _elements(target: ast.AST) -> Iterator[ast.AST]:
@@ -389,6 +439,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for title, where in [
         ("files that know a feature", known),
         ("files that write a field of a sequence", sources.writers),
+        ("writes of a step outside planning", {"step": sources.step_writes}),
         ("reads of internals of another room", sources.internals),
     ]:
         print(title)

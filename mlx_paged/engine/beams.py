@@ -11,6 +11,7 @@ import numpy.typing as npt
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import chosen_by_caller
+from mlx_paged.scheduler.progress import append_token
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import SampledToken
 
@@ -182,19 +183,24 @@ class BeamSearch:
             self._advance(scheduler)
 
     def end(self, scheduler: Scheduler) -> None:
-        """Drop all hypotheses; the root gets the tokens of the best finished one, if any."""
+        """Drop all hypotheses."""
         for request_id in [i for i, search in self._searches.items() if search is self]:
             del self._searches[request_id]
         for request in self._live:
             _drop(request, scheduler)
-        best = self.group.best
-        self.root.tokens[self.root.num_prompt :] = best[0].tokens if best else []
-        self.root.logprobs = best[0].logprobs if best else []
 
-    def result(self, root: Completion, text_of: Callable[[list[int]], str]) -> Completion:
-        """The completion of the root with all finished hypotheses, best first."""
+    def result(self, completion: Completion, text_of: Callable[[list[int]], str]) -> Completion:
+        """The completion of the root with all finished hypotheses, best first, and with the tokens
+        of the best one."""
         beams = tuple(replace(beam, text=text_of(beam.tokens)) for beam in self.group.best)
-        return replace(root, beams=beams, text=beams[0].text if beams else "")
+        best = beams[:1]
+        return replace(
+            completion,
+            beams=beams,
+            tokens=best[0].tokens if best else [],
+            logprobs=best[0].logprobs if best else [],
+            text=best[0].text if best else "",
+        )
 
     def _advance(self, scheduler: Scheduler) -> None:
         """Let the best hypotheses live on, fork those with several survivors, drop the rest."""
@@ -212,8 +218,7 @@ class BeamSearch:
         ]
         for index, request in enumerate(self._live):
             if index in first:
-                request.tokens.append(first[index].token)
-                request.logprobs.append(first[index].logprob)
+                append_token(SampledToken(request, first[index].token, first[index].logprob))
                 scheduler.unpark(request)
             else:
                 _drop(request, scheduler)
@@ -222,8 +227,15 @@ class BeamSearch:
     def _fork(self, survivor: Survivor, scheduler: Scheduler) -> Request:
         parent, root = self._live[survivor.parent], self.root
         tokens = [*parent.tokens, survivor.token]
-        child = self._make_request(root.prompt_of(tokens), root.params, 0, root.priority, root.salt)
-        child.num_prompt, child.logprobs = root.num_prompt, [*parent.logprobs, survivor.logprob]
+        logprobs = [*parent.logprobs, survivor.logprob]
+        child = self._make_request(
+            root.prompt_of(tokens),
+            root.params,
+            0,
+            root.priority,
+            root.salt,
+            logprobs=logprobs,
+        )
         child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)
         self._searches[child.id] = self
         scheduler.fork(parent, child)

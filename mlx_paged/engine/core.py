@@ -32,6 +32,7 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.levels import Levels
+from mlx_paged.scheduler.progress import append_token
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import (
     Fault,
@@ -445,14 +446,13 @@ class EngineCore:
         if cause is not None:
             return self._fail(request, cause)
         self.device_faults = 0
-        self.scheduler.clear(request)
         if search is not None:
             search.append(choice, self.scheduler)
             if search.group.done:
                 self._end(search.root, search.finish_reason)
             return
         try:
-            output, reason = self._outputs.append(choice)
+            output, reason = self._outputs.append(choice, append_token(choice))
         except Exception as error:  # the tokenizer's
             return self._fail(request, error)
         if reason is not None:

@@ -30,7 +30,7 @@ MOST_FORCED = 256  # forced tokens that a request gets at once, so that its read
 class _Copies(NamedTuple):
     """Blocks that are on their way out of the pool, and what waits for them; None: nothing must."""
 
-    stores: list[BlockTransfer]
+    stores: Sequence[BlockTransfer]
     wait: Callable[[], None] | None
 
 
@@ -72,7 +72,6 @@ class StepPipeline(Generic[LaunchedT]):
         self.observers = observers
         self.fast_forward = fast_forward
         self._under_way: _UnderWay[LaunchedT] | None = None
-        self._known: list[Request] = []  # whose token of the step under way is known already
         self._last: dict[int, SampledToken] = {}  # choice of each request, if there are drafts
 
     @property
@@ -106,15 +105,14 @@ class StepPipeline(Generic[LaunchedT]):
             grammar.follow(request.tokens)
         except Exception:  # the next step reports it
             return []
-        if grammar.forced and request.num_in_flight:
-            request.num_in_flight -= 1
-            self._known.append(request)
+        if grammar.forced:
+            self._scheduler.foresee(request)
         forced = grammar.forced[:MOST_FORCED]  # the next choice brings the others
         return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in forced]
 
     def recover(self, fault: Fault) -> list[Request]:
         """Start again after a failure; return the requests that end because of it."""
-        self._under_way, self._known = None, []
+        self._under_way = None
         try:
             self.runner.recover(fault.error)
         except Exception as error:
@@ -157,7 +155,6 @@ class StepPipeline(Generic[LaunchedT]):
                 self._scheduler.copies_done()
                 self.runner.release(step.released)
                 return None
-            step.is_held_back = before is not None and step.work.chunk_tokens > 0
             launched = self.runner.launch(step, before.launched if before else None)
         except BaseException as error:
             self._scheduler.copies_done()
@@ -166,8 +163,6 @@ class StepPipeline(Generic[LaunchedT]):
         launched_at = self._now()
         self._scheduler.begun(launched.report)
         committed_at = self._now()
-        for request in launched.requests:
-            request.num_in_flight += 1
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
         ended, report = self._now(), launched.report
@@ -182,7 +177,7 @@ class StepPipeline(Generic[LaunchedT]):
         launched, report = current.launched, current.launched.report
         started, rest_seconds = self._now(), report.rest_seconds
         try:
-            choices = self.runner.collect(launched)
+            report.choices = self.runner.collect(launched)
         except BaseException as error:
             later = self._under_way.step.everyone if self._under_way else []
             later += result.fault.requests if result.fault else []  # of a launch that failed
@@ -191,15 +186,6 @@ class StepPipeline(Generic[LaunchedT]):
         report.wait_seconds = self._now() - started
         report.seconds = current.seconds + rest_seconds + report.wait_seconds
         result.report = report
-        if self._known:
-            for request in self._known:
-                request.num_in_flight += 1
-            known = {request.id for request in self._known}
-            choices = [choice for choice in choices if choice.request.id not in known]
-            self._known = []
-        for request in launched.requests:
-            request.num_in_flight -= 1
-        report.choices = [choice for choice in choices if not choice.request.finish_reason]
         settling = self._now()
         try:
             self._put(current.copies)

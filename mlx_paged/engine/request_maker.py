@@ -96,8 +96,10 @@ class RequestMaker:
         priority: int,
         salt: bytes,
         turn_ends: Sequence[int] = (),
+        logprobs: Sequence[float] = (),
     ) -> Request:
-        """A request; without a seed it gets a random one. Raises ValueError for its grammar."""
+        """A request; without a seed it gets a random one. The last tokens, to which `logprobs`
+        belong, are generated ones. Raises ValueError for its grammar."""
         seed = int(self._rng.integers(2**63)) if seed is None else seed
         request = Request(
             self._next_id,
@@ -107,6 +109,8 @@ class RequestMaker:
             priority,
             salt,
             None if prompt.is_plain else prompt,
+            num_prompt=len(prompt) - len(logprobs),
+            logprobs=[*logprobs],
         )
         request.grammar = self._grammars.start(params, len(prompt))
         if params.prompt_logprobs is not None:

@@ -14,6 +14,7 @@ from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.prompt import Prompt
 from mlx_paged.request import FinishReason, Request
+from mlx_paged.scheduler.progress import TopLogprobs
 from mlx_paged.scheduler.step import SampledToken
 
 
@@ -283,11 +284,12 @@ class OutputProcessor:
                 self._spelling.text(prompt, keeps_space), params.stop
             )
 
-    def append(self, choice: SampledToken) -> tuple[TokenOutput, FinishReason | None]:
-        """Append a token to its request; say why the request ends, if it does."""
+    def append(
+        self, choice: SampledToken, top: TopLogprobs
+    ) -> tuple[TokenOutput, FinishReason | None]:
+        """The output for a token that its request got, with the likeliest tokens there; and why the
+        request ends, if it does."""
         request, token = choice.request, choice.token
-        request.tokens.append(token)
-        request.logprobs.append(choice.logprob)
         text = self._texts.get(request.id)
         ends = token in self._stop_ids[request.id]
         segment = "" if text is None or ends else text.push(token)
@@ -298,10 +300,6 @@ class OutputProcessor:
             reason = FinishReason.LENGTH
         if reason is not None and text is not None:
             segment += text.finish()
-        top = choice.top[: request.params.logprobs] if choice.top else ()
-        top = tuple(pair for pair in top if pair[1] > -math.inf)  # without forbidden tokens
-        if top:
-            request.top_logprobs.append(top)
         output = TokenOutput(
             request.id,
             token,

@@ -69,14 +69,14 @@ class Delta:
         """This delta as several, at least one, whose parts are each in :data:`ORDER`."""
         if len(self.parts) <= 1:
             return [self]
-        found = [Delta()]
+        deltas = [Delta()]
         for part in self.parts:
-            before = found[-1].parts
+            before = deltas[-1].parts
             if before and ORDER.index(before[-1].kind) > ORDER.index(part.kind):
-                found.append(Delta())
-            found[-1].parts.append(part)
-        found[-1].logprobs = self.logprobs
-        return found
+                deltas.append(Delta())
+            deltas[-1].parts.append(part)
+        deltas[-1].logprobs = self.logprobs
+        return deltas
 
     @property
     def text(self) -> str:

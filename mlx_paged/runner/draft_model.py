@@ -11,7 +11,8 @@ from mlx_paged.request import Request
 from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.model_probe import Batching, ModelProfile
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
-from mlx_paged.scheduler.step import DeviceError, Span, Step
+from mlx_paged.scheduler.progress import Planning, Progress
+from mlx_paged.scheduler.step import DeviceError, Span
 
 LOGGER = logging.getLogger(__name__)
 
@@ -22,18 +23,25 @@ CATCH_UP = 256  # tokens that the model reads in a step at most before it drafts
 
 
 @dataclass(eq=False)
-class _Shadow:
-    """A request as the draft model sees it: its known tokens, computed in the model's own pool.
+class _Drafted:
+    """A sequence of the draft model, in the model's own pool: the tokens of a request, then drafts.
 
     Attributes:
-        computed: positions whose K/V is there, and after which its recurrent states are, those of
-            drafts included.
+        sequence: has the request's list of tokens, and a progress of its own.
+        num_known: tokens that the request had before the latest drafts.
+        num_right: of these drafts, as far as known.
         share: of its drafts that were right lately.
     """
 
-    request: Request
-    computed: int = 0
+    sequence: Request
+    num_known: int
+    num_right: int = 0
     share: float = FIRST_GUESS
+
+    @property
+    def num_computed(self) -> int:
+        """Positions whose K/V is there and right."""
+        return min(self.sequence.num_computed, self.num_known + self.num_right)
 
 
 class DraftModel:
@@ -58,7 +66,8 @@ class DraftModel:
         self._embedding_rows = pooled.profile.embedding_rows
         self._allocator = pooled.allocator
         self._runner = pooled.runner
-        self._shadows: dict[int, _Shadow] = {}
+        self._progress = Progress(pooled.allocator)
+        self._drafted: dict[int, _Drafted] = {}  # by request id
         self._has_failed = False
 
     @classmethod
@@ -77,11 +86,11 @@ class DraftModel:
     def likelihood(self, request: Request) -> float:
         if self._has_failed:
             return 0.0
-        shadow = self._shadows.get(request.id)
-        if shadow is None:
+        known = self._drafted.get(request.id)
+        if known is None:
             return FIRST_GUESS
-        shadow.share += RETURN_RATE * (FIRST_GUESS - shadow.share)
-        return shadow.share
+        known.share += RETURN_RATE * (FIRST_GUESS - known.share)
+        return known.share
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         started, self._trace_seconds = time.perf_counter(), 0.0
@@ -101,121 +110,113 @@ class DraftModel:
         return [drafts.get(request.id, []) for request in requests]
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        shadow = self._shadows[request.id]
-        own, known = shadow.request, len(shadow.request.tokens)
-        own.num_computed = min(shadow.computed, known + accepted)
+        known = self._drafted[request.id]
+        known.num_right = accepted
         for is_right in [1] * accepted + [0] * (accepted < drafted):
-            shadow.share += RATE * (is_right - shadow.share)
+            known.share += RATE * (is_right - known.share)
 
     def drop(self, request: Request) -> None:
         self._forget(request)
-        if not self._shadows:
+        if not self._drafted:
             self._runner.release(self._allocator.take_released())
 
     def _forget(self, request: Request) -> None:
-        shadow = self._shadows.pop(request.id, None)
-        if shadow is not None and request.id in self._allocator:
-            known, count = shadow.request.tokens, shadow.request.num_computed
-            self._allocator.truncate(request.id, count)
-            self._allocator.register_tail(request.id, known, min(count, len(known)))
-            self._allocator.free(request.id)
+        known = self._drafted.pop(request.id, None)
+        if known is not None and request.id in self._allocator:
+            own, count = known.sequence, known.num_computed
+            self._allocator.truncate(own.id, count)
+            self._allocator.register_tail(own.id, own.tokens, min(count, len(own.tokens)))
+            self._allocator.free(own.id)
 
     def recover(self) -> None:
-        for request_id in self._shadows:
+        for request_id in self._drafted:
             self._allocator.free(request_id)
-        self._shadows.clear()
+        self._drafted.clear()
         self._allocator.forget_prefixes()
         self._runner.recover()
 
     def _drafts(self, depths: dict[int, int], requests: list[Request]) -> dict[int, list[int]]:
         """Drafts of at most these depths by request id, one step of the model for each."""
-        step, room = Step(), CATCH_UP
+        planning, room = Planning(), CATCH_UP
         for request in requests:
-            room -= self._read(step, request, room)
-        drafting = [span.request for span in step.spans if span.samples]
-        launched = [self._launch(step, None)] if step.spans else []
-        for depth in range(1, max(depths.values())):
-            drafting = [shadow for shadow in drafting if depths[shadow.id] > depth]
-            step = Step()
-            for shadow in drafting:
-                self._add(step, shadow, shadow.num_computed + 1)
-            if not step.spans:
+            room -= self._read(planning, request, room)
+        launched: list[LaunchedStep] = []
+        for depth in range(1, 1 + max(depths.values())):
+            if not planning.spans:
                 break
-            drafting = [span.request for span in step.spans]
-            launched.append(self._launch(step, launched[-1]))
+            launched.append(self._launch(planning, launched[-1] if launched else None))
+            drafting = [span.request for span in planning.spans if span.samples]
+            planning = Planning()
+            for own in drafting:
+                if depths[own.id] > depth:
+                    self._add(planning, own, own.num_computed + 1)
         drafts: dict[int, list[int]] = {}
         for each in launched:
             for choice in self._runner.collect(each):
                 drafts.setdefault(choice.request.id, []).append(choice.token)
-        for known in [self._shadows[r.id] for r in requests if r.id in self._shadows]:
-            own, known.computed = known.request, known.request.num_computed
-            own.num_computed = min(own.num_computed, len(own.tokens))  # until they are verified
+        for known in [self._drafted[r.id] for r in requests if r.id in self._drafted]:
+            known.num_known, known.num_right = len(known.sequence.tokens), 0
         return drafts
 
-    def _read(self, step: Step, request: Request, room: int) -> int:
+    def _read(self, planning: Planning, request: Request, room: int) -> int:
         """Add a span of the request's tokens that the model has not read; how many these are."""
-        shadow = self._shadows.get(request.id) or self._admit(step, request)
-        if shadow is None or room <= 0:
+        known = self._drafted.get(request.id) or self._admit(planning, request)
+        if known is None or room <= 0:
             return 0
-        own = shadow.request
-        own.tokens += request.tokens[len(own.tokens) :]
-        if own.num_computed >= len(own.tokens) and not self._rewinds:
+        own, start = known.sequence, known.num_computed
+        if start >= len(own.tokens) and not self._rewinds:
             return 0  # there are no states before the newest token
         # Drafts that no step computed are not verified. The newest token chooses the next one.
-        own.num_computed = min(own.num_computed, len(own.tokens) - 1)
-        self._allocator.truncate(own.id, own.num_computed)
-        self._allocator.register_prefix(own.id, own.tokens, own.num_computed)
-        self._allocator.trim(own.id, own.num_computed, offers=True)
-        start = own.num_computed
-        return self._add(step, own, min(len(own.tokens), start + room)) - start
+        start = min(start, len(own.tokens) - 1)
+        self._progress.correct(own, start)
+        self._allocator.register_prefix(own.id, own.tokens, start)
+        self._allocator.trim(own.id, start, offers=True)
+        return self._add(planning, own, min(len(own.tokens), start + room)) - start
 
-    def _admit(self, step: Step, request: Request) -> _Shadow | None:
+    def _admit(self, planning: Planning, request: Request) -> _Drafted | None:
         if max(request.tokens) >= self._embedding_rows:  # of a prompt: others have no such ids
             return None
         own = Request(
             request.id,
-            list(request.tokens),
+            request.tokens,
             request.params,
             request.seed,
             salt=request.salt,
             num_prompt=request.num_prompt,
         )
-        for _ in range(1 + len(self._shadows)):
+        for _ in range(1 + len(self._drafted)):
             try:
-                tokens = own.tokens
-                known = tokens if self._rewinds else None
-                found = self._allocator.admit(own.id, len(tokens), tokens=known, salt=own.salt)
+                found = self._progress.admit(own, own.tokens if self._rewinds else None)
             except OutOfBlocksError:
-                self._evict(step)
+                self._evict(planning)
                 continue
-            step.copies += found.copies
-            own.num_computed = found.num_cached
-            shadow = self._shadows[request.id] = _Shadow(own)
-            return shadow
+            planning.copies += found.copies
+            known = self._drafted[request.id] = _Drafted(own, len(own.tokens))
+            return known
         return None
 
-    def _evict(self, step: Step) -> None:
+    def _evict(self, planning: Planning) -> None:
         """Free the blocks of the oldest request that this step does not compute."""
-        for request_id, shadow in self._shadows.items():
-            if request_id not in step.requests:
-                self._forget(shadow.request)
+        for request_id, known in self._drafted.items():
+            if request_id not in planning.requests:
+                self._forget(known.sequence)
                 return
 
-    def _add(self, step: Step, own: Request, stop: int) -> int:
-        """Compute the request's positions up to `stop`, if there are blocks; where it is then."""
+    def _add(self, planning: Planning, own: Request, stop: int) -> int:
+        """Compute the sequence's positions up to `stop`, if there are blocks; where it is then."""
         start = own.num_computed
         try:
-            step.copies += self._allocator.make_writable(own.id, start, stop)
+            planning.copies += self._allocator.make_writable(own.id, start, stop)
         except OutOfBlocksError:
             return start
-        own.num_computed = stop
         known = len(own.tokens)
         move = self._allocator.advance(own.id, start, stop, is_sure=start < known)
-        step.add(Span.of(own, start, stop, stop >= known, move))
+        planning.add(Span.of(own, start, stop, stop >= known, move))
         return stop
 
-    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        step.released = self._allocator.take_released()
+    def _launch(self, planning: Planning, before: LaunchedStep | None) -> LaunchedStep:
+        step = planning.step(released=self._allocator.take_released())
+        self._progress.plan(step)
         launched = self._runner.launch(step, before)
         self._allocator.store.copies_done()
         self._trace_seconds += launched.report.extra_seconds

@@ -108,11 +108,14 @@ class PlanReader:
         for row, group, start, (entries, *blocks) in changes:
             self._allocator.block_tables.put(row, group, start, entries)
             self._allocator.store.put_blocks(entries, blocks, group)
-        step = Step(copies=[BlockCopy(*copy) for copy in copies], is_held_back=is_held_back)
-        step.released = released
         before, self._requests = self._requests, {}
         rows, self._allocator.rows = self._allocator.rows, {}
-        step.spans = [self._span(before, rows, *span) for span in spans]
+        step = Step(
+            spans=[self._span(before, rows, *span) for span in spans],
+            copies=[BlockCopy(*copy) for copy in copies],
+            released=released,
+            is_held_back=is_held_back,
+        )
         self.digest = _digest(self.digest, content, self._allocator, changes)
         self._num_read += 1
         if self.digest != expected:
@@ -135,7 +138,9 @@ class PlanReader:
         self._allocator.rows[request_id] = row
         request, *children = (before.get(i) or _unknown(i) for i in (request_id, *forks))
         self._requests |= {each.id: each for each in (request, *children)}
-        request.tokens = cast(list[int], _Tokens(start, tokens))
+        cast(_Tokens, request.tokens).tell(start, tokens)
+        drafts = tuple(tokens[len(tokens) - num_drafts :])
+        stored, reads, leaves = of_states
         drafts = tuple(tokens[len(tokens) - num_drafts :])
         stored, reads, leaves = of_states
         states = tuple(State(*state) for state in leaves)
@@ -147,7 +152,14 @@ class PlanReader:
 class _Tokens:
     """A request's tokens as far as a plan has them: from position `start` on."""
 
-    def __init__(self, start: int, tokens: list[int]) -> None:
+    def __init__(self) -> None:
+        self.tell(0, [])
+
+    def __len__(self) -> int:
+        return self._start + len(self._tokens)
+
+    def tell(self, start: int, tokens: list[int]) -> None:
+        """A plan has these tokens of the request, from position `start` on."""
         self._start, self._tokens = start, tokens
 
     def __getitem__(self, span: slice) -> list[int]:
@@ -164,7 +176,7 @@ def _row_content(allocator: BlockAllocator, row: int, group: int) -> Int32Array:
 
 
 def _unknown(request_id: int) -> Request:
-    return Request(request_id, [], SamplingParams(), 0)
+    return Request(request_id, cast(list[int], _Tokens()), SamplingParams(), 0)
 
 
 def _digest(before: bytes, content: bytes, allocator: BlockAllocator, changes: list[Any]) -> bytes:

@@ -203,9 +203,8 @@ class PooledModel:
             allocator.admit(NOBODY, size + 1)
             for start, stop in ((0, size), (size, size + 1)):
                 allocator.make_writable(NOBODY, start, stop)
-                step = Step()
                 move = allocator.advance(NOBODY, start, stop)
-                step.add(Span.of(request, start, stop, stop > size, move))
+                step = Step([Span.of(request, start, stop, stop > size, move)])
                 runner.collect(runner.launch(step, None))
         except OutOfBlocksError:
             pass

@@ -2,7 +2,8 @@
 
 from mlx_paged.request import Request
 from mlx_paged.scheduler.cost_model import CostModel
-from mlx_paged.scheduler.step import Span, Step, StepWork
+from mlx_paged.scheduler.progress import Planning
+from mlx_paged.scheduler.step import Span, StepWork
 
 MIN_CHUNK = 16
 """Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens
@@ -52,60 +53,62 @@ class ChunkBudget:
         """Predicted seconds of a prompt's tokens ``[start, stop)``; 0: unknown."""
         return self.cost.predict(StepWork.chunk(start, stop - start))
 
-    def left(self, step: Step, request: Request) -> int:
+    def left(self, planning: Planning, request: Request) -> int:
         """How many prompt tokens of `request` the step can still compute."""
-        limit = self.prefill_chunk if step.max_chunk_tokens is None else step.max_chunk_tokens
-        wanted = min(request.num_pending, limit - step.work.chunk_tokens)
+        limit = planning.max_chunk_tokens
+        if limit is None:
+            limit = self.prefill_chunk
+        wanted = min(request.num_pending, limit - planning.work.chunk_tokens)
         if request.prompt_logprobs is not None:
-            wanted = _scorable(step, request, wanted)
-        if self.max_stall is not None and step.work.decode_rows > 0 and wanted > 0:
+            wanted = _scorable(planning, request, wanted)
+        if self.max_stall is not None and planning.work.decode_rows > 0 and wanted > 0:
             wanted = self.cost.chunk_within(
                 self.max_stall,
-                step.work,
+                planning.work,
                 start=request.num_computed,
                 wanted=wanted,
-                minimum=max(0, MIN_CHUNK - step.work.chunk_tokens),
+                minimum=max(0, MIN_CHUNK - planning.work.chunk_tokens),
             )
-        return self._evened(step, request, wanted)
+        return self._evened(planning, request, wanted)
 
-    def _evened(self, step: Step, request: Request, wanted: int) -> int:
+    def _evened(self, planning: Planning, request: Request, wanted: int) -> int:
         """Up to an eighth of the step's prompt tokens fewer, if the prompt goes on after them, so
         that the step's rows are a multiple of 64, or of less if they are few. Arrays of many
         different sizes could not take each other's memory."""
-        chunk = step.work.chunk_tokens + wanted
-        rows = step.work.decode_rows + chunk
+        chunk = planning.work.chunk_tokens + wanted
+        rows = planning.work.decode_rows + chunk
         fewer = rows % max(8, min(64, (1 << rows.bit_length()) // 16))
         is_too_few = 8 * fewer > chunk or chunk - fewer < MIN_CHUNK
         if not self.few_sizes or wanted in (0, request.num_pending) or is_too_few:
             return wanted
         return max(0, wanted - fewer)
 
-    def can_start(self, step: Step, request: Request, block_size: int | None) -> bool:
+    def can_start(self, planning: Planning, request: Request, block_size: int | None) -> bool:
         """Whether the step can compute enough of a waiting request, and none of its blocks is
         computed in it already; no `block_size`: nothing is shared. With `max_stall`, steps often
         have time left for a few tokens. Requests admitted for these would hold blocks and not
         finish earlier."""
-        least, budget = 1, self.left(step, request)
+        least, budget = 1, self.left(planning, request)
         if self.max_stall is not None:
             least = min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
         if budget < least or block_size is None:
             return budget >= least
-        return not is_under_way(request, step, budget, block_size)
+        return not is_under_way(request, planning, budget, block_size)
 
 
-def _scorable(step: Step, request: Request, wanted: int) -> int:
-    """How many of the `wanted` tokens, which get log-probabilities, `step` can still compute."""
-    start, spans = request.num_computed, step.spans
+def _scorable(planning: Planning, request: Request, wanted: int) -> int:
+    """How many of the `wanted` tokens, which get log-probabilities, the step can still compute."""
+    start, spans = request.num_computed, planning.spans
     room = MOST_SCORED - sum(len(span.request.scored(span.start, span.stop)) for span in spans)
     rows = request.scored(start, start + wanted)
     return min(wanted, rows.start - start + room) if rows else wanted
 
 
-def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> bool:
-    """Whether `step`, which can compute `budget` more prompt tokens, already computes half of what
-    `request` would compute for another one. Then the request should wait: after the step it finds
-    these blocks in the prefix cache, and the budget goes to other prompts."""
-    for span in step.spans:
+def is_under_way(request: Request, planning: Planning, budget: int, block_size: int) -> bool:
+    """Whether the step, which can compute `budget` more prompt tokens, already computes half of
+    what `request` would compute for another one. Then the request should wait: after the step it
+    finds these blocks in the prefix cache, and the budget goes to other prompts."""
+    for span in planning.spans:
         if len(span) > 1 and span.request.salt == request.salt:
             own = min(len(request.tokens) - span.start, budget)  # with hits up to the span
             if 2 * _shared_tokens(request, span, block_size) >= max(1, own):

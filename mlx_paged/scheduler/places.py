@@ -9,8 +9,8 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import WaitingQueue, choose_preempted
+from mlx_paged.scheduler.progress import Planning, Progress
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
-from mlx_paged.scheduler.step import Step
 from mlx_paged.scheduler.tier import NoTier, Tier
 
 
@@ -38,6 +38,7 @@ class Places:
         scores: bool = True,  # whether the runner can compute log-probabilities of prompt tokens
     ) -> None:
         self.allocator = allocator
+        self.progress = Progress(allocator)
         self._most_running = max_running
         self._may_run: float = max_running  # at present: fewer after an error of the device
         self.prefix_cache = prefix_cache and allocator.can_share
@@ -99,9 +100,9 @@ class Places:
 
     # What they hold
 
-    def _share(self, parent: Request, child: Request) -> None:
-        self.allocator.fork(parent.id, child.id)
-        child.num_computed = child.num_cached = parent.num_computed
+    def _share(self, parent: Request, child: Request, num_computed: int) -> None:
+        """Run or park a child on the blocks of its parent, of which `num_computed` tokens count."""
+        self.progress.fork(parent, child, num_computed)
         if len(self.running) < self.max_running and not self._isolated:
             self.running[child.id] = child
         else:
@@ -115,53 +116,47 @@ class Places:
         for_samples = self.allocator.blocks_to_append(len(request.samples))
         return max(self.allocator.blocks_to_append(len(self.running)), self.watermark) + for_samples
 
-    def _enter(self, step: Step, request: Request, spare: int) -> bool:
+    def _enter(self, planning: Planning, request: Request, spare: int) -> bool:
         """Make a waiting request a running one if there are blocks for all its tokens."""
-        if self.parked.pop(request.id, None) is None and not self._allocate(step, request, spare):
+        if self.parked.pop(request.id, None) is None and not self._allocate(
+            planning, request, spare
+        ):
             return False
         self.waiting.remove(request)
         self.running[request.id] = request
         return True
 
-    def _allocate(self, step: Step, request: Request, spare: int) -> bool:
+    def _allocate(self, planning: Planning, request: Request, spare: int) -> bool:
         while True:
             try:
-                admission = self.allocator.admit(
-                    request.id,
-                    len(request.tokens),
-                    tokens=request.reusable if self.prefix_cache else None,
-                    salt=request.salt,
-                    spare=spare,
-                )
+                known = request.reusable if self.prefix_cache else None
+                admission = self.progress.admit(request, known, spare)
                 break
             except OutOfBlocksError:
                 if not self.parked:
                     return False
                 self._evict_parked()
-        step.copies += admission.copies
+        planning.copies += admission.copies
         miss = self.tier.admitted(request, admission)
-        request.num_computed = admission.num_cached
         if request.num_preempted == 0:
-            request.num_cached = admission.num_cached
             request.prefix_miss = miss
             request.admitted_time = self.clock()
         return True
 
-    def _make_room(self, step: Step) -> Request:
+    def _make_room(self, planning: Planning) -> Request:
         """Free the blocks of a parked or running request; return that request."""
         if self.parked:
             return self._evict_parked()
-        candidates = [r for r in self.running.values() if r.id not in step.requests]
+        candidates = [r for r in self.running.values() if r.id not in planning.requests]
         victim = choose_preempted(candidates, self.victims)
         self._preempt(victim)
-        step.requests.add(victim.id)
+        planning.requests.add(victim.id)
         return victim
 
     def _preempt(self, request: Request) -> None:
         """Free a running request's blocks and queue it; its tokens are computed again later."""
         del self.running[request.id]
-        self.allocator.free(request.id)
-        request.num_computed = 0
+        self.progress.free(request)
         request.num_preempted += 1
         self.num_preemptions += 1
         self.waiting.push(request)
@@ -169,8 +164,7 @@ class Places:
     def _evict_parked(self) -> Request:
         """Free the oldest parked sequence's blocks; if it waits, it is computed again later."""
         request = self.parked.pop(next(iter(self.parked)))
-        self.allocator.free(request.id)
-        request.num_computed = 0
+        self.progress.free(request)
         return request
 
     def _leave_running(self, request: Request, is_continued: bool = True) -> None:

@@ -37,14 +37,14 @@ class WaitingQueue:
         self.policy = Policy(policy)
         self._heap: list[_Entry] = []  # its first entry is live
         self._by_length: list[_Entry] = []  # so is the first one of this heap
-        self._live: dict[int, int] = {}  # request id -> serial of its entry
+        self.serials: dict[int, int] = {}  # of the waiting requests' entries, by request id
         self._num_pushed = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.serials)
 
     def __contains__(self, request: Request) -> bool:
-        return request.id in self._live
+        return request.id in self.serials
 
     def __iter__(self) -> Iterator[Request]:
         """Waiting requests in the order of admission. Sorts them: too slow for each step."""
@@ -54,7 +54,7 @@ class WaitingQueue:
         """Add a new or preempted request, which does not wait yet."""
         assert request not in self, f"request {request.id} waits already"
         self._num_pushed += 1
-        self._live[request.id] = self._num_pushed
+        self.serials[request.id] = self._num_pushed
         heappush(self._heap, _Entry(self._key(request), self._num_pushed, request))
         priority = request.priority if self.policy is Policy.PRIORITY else 0
         key = (priority, request.num_pending, request.id)
@@ -73,7 +73,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         assert request in self, f"request {request.id} does not wait"
-        del self._live[request.id]
+        del self.serials[request.id]
         self._drop_removed()
 
     def _key(self, request: Request) -> tuple[float, ...]:
@@ -86,12 +86,12 @@ class WaitingQueue:
         return (ran, 0, request.id)
 
     def _is_live(self, entry: _Entry) -> bool:
-        return self._live.get(entry.request.id) == entry.serial
+        return self.serials.get(entry.request.id) == entry.serial
 
     def _drop_removed(self) -> None:
         """Drop removed entries on top of the heaps, and all of them once they are the majority."""
         for heap in (self._heap, self._by_length):
-            if len(heap) > 2 * len(self._live):
+            if len(heap) > 2 * len(self.serials):
                 heap[:] = filter(self._is_live, heap)
                 heapify(heap)
             while heap and not self._is_live(heap[0]):

@@ -12,6 +12,7 @@ from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.levels import Levels
 from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.policies import choose_preempted
+from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, StepReport
 from mlx_paged.scheduler.tier import NoTier, Tier
@@ -75,6 +76,10 @@ class Scheduler(Places):
         if open_tier is not None and self.has_tier:  # last: an open disk is locked
             self.tier = open_tier(self.budget.seconds_to_compute)
 
+    def foresee(self, request: Request) -> None:
+        """The next token of a request is known: the step under way, if any, chooses it in vain."""
+        self.progress.foresee(request)
+
     def fork(self, parent: Request, child: Request) -> None:
         """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks. It
         waits with them if `max_running` requests run, and as a new request if there are none to
@@ -84,25 +89,29 @@ class Scheduler(Places):
         if can_start and parent.num_computed > start:
             can_start = self.allocator.can_go_back(parent.id, start)
         if can_start:
-            self._share(parent, child)
-            child.num_computed = start
+            self._share(parent, child, start)
         else:
             self.waiting.push(child)
 
     def schedule(self) -> Step:
-        """Choose this step's tokens and make their slots writable."""
-        step = Step()
+        """Choose this step's tokens and make their slots writable. While another step is under way,
+        a step with a chunk is held back."""
+        planning = Planning()
         for request in self.tier.arrived(waits=not (self.running or self.waiting)):
             self.waiting.push(request)
         if self._isolated:
-            self._schedule_isolated(step)
+            self._schedule_isolated(planning)
         else:
-            self._schedule_all(step)
-        step.stores = list(self.tier.leaving.values())
-        if self.allocator.states.exist:
-            step.released = self.allocator.take_released()
+            self._schedule_all(planning)
+        has_states = self.allocator.states.exist
         has_drafts = self.speculation is not None and self.speculation.reads_first
-        step.is_read_first = has_drafts or bool(step.loads)
+        step = planning.step(
+            stores=list(self.tier.leaving.values()),
+            released=self.allocator.take_released() if has_states else [],
+            is_read_first=has_drafts or bool(planning.loads),
+            is_held_back=self.progress.num_under_way > 0 and planning.work.chunk_tokens > 0,
+        )
+        self.progress.plan(step)
         return step
 
     def complete(self, request: Request, is_continued: bool = True) -> None:
@@ -134,8 +143,9 @@ class Scheduler(Places):
             self.allocator.trim(request.id, stop, offers=self.prefix_cache)
 
     def begun(self, report: StepReport) -> None:
-        """Register what a step fills, which has been launched."""
+        """Register what a step fills, which has been launched; its tokens are under way."""
         self.commit(report.step)
+        self.progress.launch(report.step)
         store = self.allocator.store
         store.copies_done()
         report.blocks_in_use = store.blocks_in_use
@@ -144,8 +154,12 @@ class Scheduler(Places):
         """Correct the progress of a step's requests by the tokens that were chosen: drafts that
         were wrong leave the report. Learn from the step's time."""
         step = report.step
+        self.progress.settle(report)
         if self.speculation is not None:
-            report.choices = self.speculation.accept(step, report.choices)
+            self.speculation.learn(report)
+        for choice in report.choices if self._isolated else ():
+            if choice.error is None:
+                self.clear(choice.request)
         self.commit(step)
         if self.budget.learns:
             own_seconds = report.seconds - step.draft_seconds - report.extra_seconds
@@ -184,13 +198,11 @@ class Scheduler(Places):
         self.allocator.forget_prefixes()
         if self.speculation is not None:
             self.speculation.drafter.recover()
-        for request in self.waiting:
-            request.num_in_flight = 0
+        self.progress.lose([*self.waiting, *failed])
         for request in failed:
             request.error = None  # of the failed step; the caller does not know it
             self.tier.forget(request)
             if request not in self.waiting:  # its last token was under way
-                request.num_in_flight = request.num_computed = 0
                 self.waiting.push(request)
             self._isolated[request.id] = request
 
@@ -222,7 +234,7 @@ class Scheduler(Places):
         allocator, store, speculation = self.allocator, self.allocator.store, self.speculation
         return Levels(
             running=len(self.running),
-            waiting=len(self.waiting) + len(self.tier.loading),
+            waiting=len(self.waiting.serials) + len(self.tier.loading),
             blocks_in_use=store.blocks_in_use,
             blocks_cached=store.num_idle,
             preemptions=self.num_preemptions,
@@ -235,73 +247,76 @@ class Scheduler(Places):
 
     # What is computed
 
-    def _schedule_all(self, step: Step) -> None:
+    def _schedule_all(self, planning: Planning) -> None:
         self._may_run = min(self._most_running, self._may_run + REGAIN)
-        decodes, step.prompts, exhausted = _sort_by_pending(self.running.values())
+        decodes, planning.prompts, exhausted = _sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
         if self.speculation is not None:
-            decodes = self.speculation.schedule(step, decodes)
-        self._schedule_decodes(step, decodes)
-        self._schedule_prompts(step)
+            decodes = self.speculation.schedule(planning, decodes)
+        self._schedule_decodes(planning, decodes)
+        if planning.prompts or self.waiting.serials:
+            self._schedule_prompts(planning)
 
-    def _schedule_decodes(self, step: Step, decodes: list[Request]) -> None:
+    def _schedule_decodes(self, planning: Planning, decodes: list[Request]) -> None:
         if not any([request.samples for request in decodes]):
             positions = [request.num_computed for request in decodes]
             with suppress(OutOfBlocksError):
                 ids = [request.id for request in decodes]
-                step.copies += self.allocator.append_each(ids, positions)
+                planning.copies += self.allocator.append_each(ids, positions)
                 has_states = self.allocator.states.exist
                 moves = self.allocator.advance_each(ids, positions) if has_states else None
-                step.add_decodes(decodes, positions, moves)
+                planning.add_decodes(decodes, positions, moves)
                 return
         for request in decodes:
             if request.id in self.running:  # not preempted by an earlier one
-                self._schedule(step, request, 1)
+                self._schedule(planning, request, 1)
 
-    def _schedule_prompts(self, step: Step) -> None:
+    def _schedule_prompts(self, planning: Planning) -> None:
         """Compute tokens that grammars force, chunks of running prompts, then of waiting ones."""
         if self._alone_chunk and len(self.running) + len(self.waiting) == 1:
-            step.max_chunk_tokens = self._alone_chunk
-        for request in step.prompts:
+            planning.max_chunk_tokens = self._alone_chunk
+        for request in planning.prompts:
             if request.grammar is not None and request.num_computed >= request.num_prompt:
-                self._compute(step, request)
-        for request in step.prompts:
-            self._let_pass(step, request)
-            if self._has_place(step):
-                self._compute(step, request)
-        while self.waiting and self._has_place(step):
-            self._let_pass(step, self.waiting.peek())
-            if not self._compute(step, self.waiting.peek()):
+                self._compute(planning, request)
+        for request in planning.prompts:
+            self._let_pass(planning, request)
+            if self._has_place(planning):
+                self._compute(planning, request)
+        while self.waiting and self._has_place(planning):
+            self._let_pass(planning, self.waiting.peek())
+            if not self._compute(planning, self.waiting.peek()):
                 break
 
-    def _let_pass(self, step: Step, first: Request) -> None:
+    def _let_pass(self, planning: Planning, first: Request) -> None:
         """Compute the shorter prompts that overtake `first`, if it takes more than this step."""
-        room = self.budget.left(step, first) if step.max_chunk_tokens is None else 0
+        if first.id in planning.requests:
+            return
+        room = self.budget.left(planning, first) if planning.max_chunk_tokens is None else 0
         if not is_overtaken(first, room):
             return
-        turn = Turn(step, first, room, self.waiting, self._overtook)
+        turn = Turn(planning, first, room, self.waiting, self._overtook)
         self._overtook = turn.overtaking
-        step.max_chunk_tokens = turn.limit
+        planning.max_chunk_tokens = turn.limit
         spare = self.allocator.max_blocks(first.num_tokens) if first in self.waiting else 0
-        while self.budget.left(step, first) > 0 and self._has_place(step, besides=1):
+        while self.budget.left(planning, first) > 0 and self._has_place(planning, besides=1):
             request = turn.next()
-            if request is None or not self._compute(step, request, spare):
+            if request is None or not self._compute(planning, request, spare):
                 break
-        step.max_chunk_tokens = turn.limit_after()
+        planning.max_chunk_tokens = turn.limit_after()
 
-    def _compute(self, step: Step, request: Request, spare: int = 0) -> bool:
+    def _compute(self, planning: Planning, request: Request, spare: int = 0) -> bool:
         """Compute the next chunk of a prompt; False if the prompt waits and cannot start."""
-        if request.id in step.requests:  # preempted or forked
+        if request.id in planning.requests:  # preempted or forked
             return False
-        if request in self.waiting and not self._admit(step, request, spare):
+        if request in self.waiting and not self._admit(planning, request, spare):
             return False
-        budget = 1 if request.num_pending == 1 else self.budget.left(step, request)
+        budget = 1 if request.num_pending == 1 else self.budget.left(planning, request)
         if budget > 0:
-            self._schedule(step, request, budget)
+            self._schedule(planning, request, budget)
         return True
 
-    def _schedule(self, step: Step, request: Request, budget: int) -> None:
+    def _schedule(self, planning: Planning, request: Request, budget: int) -> None:
         """Add a span of a running request; preempt others if no block is free."""
         start = request.num_computed
         stop = start + min(request.num_pending, budget)
@@ -312,54 +327,55 @@ class Scheduler(Places):
                 copies = self.allocator.make_writable(request.id, start, stop)
                 break
             except OutOfBlocksError:
-                if self._make_room(step) is request:
+                if self._make_room(planning) is request:
                     return
-        step.copies += copies
-        request.num_computed = stop
+        planning.copies += copies
         samples = stop == request.num_tokens
         snapshots = self._plan.on_the_way(request, start, stop) if self._plan else ()
         move = self.allocator.advance(request.id, start, stop, snapshots=snapshots)
-        forks = self._fork_samples(request) if samples and request.samples else ()
-        step.add(Span.of(request, start, stop, samples, move, forks))
+        forks = self._fork_samples(request, stop) if samples and request.samples else ()
+        planning.add(Span.of(request, start, stop, samples, move, forks))
 
-    def _fork_samples(self, request: Request) -> tuple[Request, ...]:
+    def _fork_samples(self, request: Request, num_computed: int) -> tuple[Request, ...]:
+        """The other samples of a prompt, on its blocks, which hold `num_computed` tokens."""
         forks = tuple(fork for fork in request.samples if not fork.finish_reason)
         request.samples = []
         for fork in forks:
             fork.prompt_logprobs = request.prompt_logprobs
-            self._share(request, fork)
+            self._share(request, fork, num_computed)
         return forks
 
-    def _schedule_isolated(self, step: Step) -> None:
+    def _schedule_isolated(self, planning: Planning) -> None:
         request = next(iter(self._isolated.values()))
         if request.is_exhausted:
             return
         if request.id not in self.running:
             while len(self.running) >= self.max_running:
                 self._preempt(choose_preempted(list(self.running.values()), self.victims))
-            while not self._enter(step, request, spare=0):
-                self._make_room(step)
-        step.requests.add(request.id)  # it may preempt any other request, but not itself
+            while not self._enter(planning, request, spare=0):
+                self._make_room(planning)
+        planning.requests.add(request.id)  # it may preempt any other request, but not itself
         if request.num_pending:
-            self._schedule(step, request, self.budget.left(step, request))
+            self._schedule(planning, request, self.budget.left(planning, request))
 
-    def _has_place(self, step: Step, besides: int = 0) -> bool:
+    def _has_place(self, planning: Planning, besides: int = 0) -> bool:
         """Whether one more may be computed. Prompts that wait for their turn take no place."""
-        paused = sum(r.id in self.running and r.id not in step.requests for r in step.prompts)
+        planned = planning.requests
+        paused = sum(r.id in self.running and r.id not in planned for r in planning.prompts)
         return len(self.running) - paused + besides < self.max_running
 
-    def _admit(self, step: Step, request: Request, spare: int) -> bool:
+    def _admit(self, planning: Planning, request: Request, spare: int) -> bool:
         """Let a waiting request run, if the step has room for it and `spare` blocks remain."""
         shares = self.prefix_cache and request.prompt_logprobs is None
         block_size = self.allocator.block_size if shares else None
-        has_room = request.id in self.parked or self.budget.can_start(step, request, block_size)
+        has_room = request.id in self.parked or self.budget.can_start(planning, request, block_size)
         if request.num_in_flight or not has_room:
             return False
-        if request.id not in self.parked and self.tier.delays(request, step.loads):
+        if request.id not in self.parked and self.tier.delays(request, planning.loads):
             if request.id in self.tier.loading:
                 self.waiting.remove(request)
             return False
-        return self._enter(step, request, self._spare_blocks(request) + spare)
+        return self._enter(planning, request, self._spare_blocks(request) + spare)
 
     def _hand_over_samples(self, request: Request) -> None:
         """The first sample of a prompt ends before the others forked: the next one replaces it."""
@@ -370,7 +386,7 @@ class Scheduler(Places):
         next_sample, *next_sample.samples = alive
         next_sample.prompt_logprobs = request.prompt_logprobs
         if request.id in self.running:
-            self._share(request, next_sample)
+            self._share(request, next_sample, request.num_computed)
         else:
             self.waiting.push(next_sample)
 

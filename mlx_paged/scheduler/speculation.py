@@ -1,6 +1,5 @@
 """Which requests get drafts, how many, and which of these are right. Knows no mlx."""
 
-from itertools import groupby
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +9,8 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.cost_model import TOKENS_GROWTH
-from mlx_paged.scheduler.step import SampledToken, Span, Step, StepWork
+from mlx_paged.scheduler.progress import Planning
+from mlx_paged.scheduler.step import Span, StepReport, StepWork
 
 MIN_GAIN = 1.03  # tokens per second that drafts must promise, relative to a step without drafts
 TRIAL = 8  # every 8th step with drafts takes half of them, which shows what a draft costs
@@ -75,7 +75,7 @@ class Speculation:
         self._allocator = allocator
         self._budget = budget
 
-    def schedule(self, step: Step, decodes: list[Request]) -> list[Request]:
+    def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
         """Add spans with drafts for some of the requests that compute one token; return the others.
         Drafts take no block that a decode needs."""
         self._budget.pauses = self._rest > 0
@@ -89,7 +89,7 @@ class Speculation:
         if not depths or any(request.num_in_flight for request in decodes):
             return decodes
         proposed = self.drafter.propose([*depths], [*depths.values()])
-        step.draft_seconds = self.drafter.seconds
+        planning.draft_seconds = self.drafter.seconds
         reserved = self._allocator.blocks_to_append(len(decodes))
         for request, drafts in zip(depths, proposed, strict=True):
             start = request.num_computed
@@ -99,39 +99,19 @@ class Speculation:
             if not drafts or needed > self._allocator.store.num_available:
                 continue
             try:
-                step.copies += self._allocator.make_writable(request.id, start, stop)
+                planning.copies += self._allocator.make_writable(request.id, start, stop)
             except OutOfBlocksError:
                 continue
-            request.num_computed = stop
             move = self._allocator.advance(request.id, start, stop, is_sure=False)
-            step.add(Span.of(request, start, stop, True, move, drafts=tuple(drafts)))
-        return [request for request in decodes if request.id not in step.requests]
+            planning.add(Span.of(request, start, stop, True, move, drafts=tuple(drafts)))
+        return [request for request in decodes if request.id not in planning.requests]
 
-    def accept(self, step: Step, choices: list[SampledToken]) -> list[SampledToken]:
-        """Each request's choices up to its first wrong draft; wrong drafts' K/V is given up."""
-        spans = {span.request.id: span for span in step.spans if span.drafts}
-        if not spans:
-            return choices
-        kept = list[SampledToken]()
-        for request_id, rows in groupby(choices, lambda choice: choice.request.id):
-            of_request, drafts = [*rows], spans[request_id].drafts if request_id in spans else ()
-            pairs = enumerate(zip(of_request, drafts, strict=False))
-            right = next((i for i, (row, draft) in pairs if row.token != draft), len(drafts))
-            kept += of_request[: right + 1]
-            if drafts:
-                self._settle(spans[request_id], right)
-        return kept
-
-    def _settle(self, span: Span, accepted: int) -> None:
-        """The span's first `accepted` drafts are tokens of its request, the others are not."""
-        request, drafted = span.request, len(span.drafts)
-        request.num_computed = span.start + span.stored + 1 + accepted
-        self._allocator.truncate(request.id, request.num_computed)
-        request.num_drafted += drafted
-        request.num_accepted += accepted
-        self.num_drafted += drafted
-        self.num_accepted += accepted
-        self.drafter.verified(request, drafted, accepted)
+    def learn(self, report: StepReport) -> None:
+        """Count the drafts of a step that has been settled, and let the drafter learn from them."""
+        for request, drafted, accepted in report.verified:
+            self.num_drafted += drafted
+            self.num_accepted += accepted
+            self.drafter.verified(request, drafted, accepted)
 
     def _likelihood(self, request: Request) -> float:
         if not request.params.speculates or request.samples:

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from operator import add
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
-from mlx_paged.kv.states import Move, ReadAndLeft, State
+from mlx_paged.kv.states import Move, State
 from mlx_paged.request import Request
 
 
@@ -30,7 +29,8 @@ class StepWork(NamedTuple):
 
 @dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
 class Span:
-    """Token positions ``[start, stop)`` of one request that this step computes."""
+    """Token positions ``[start, stop)`` of one request that a step computes. None of its fields
+    changes once the step is planned."""
 
     request: Request
     start: int
@@ -78,79 +78,44 @@ class Span:
         pieces, start, reads = list[Span](), self.start, self.reads
         for state in self.leaves:
             is_last = state is self.leaves[-1]
-            piece = Span(self.request, start, state.position, self.samples and is_last)
-            piece.forks = self.forks if is_last else ()
-            piece.stored = max(0, self.start + self.stored - start)
-            piece.reads, piece.leaves = reads, (state,)
-            pieces.append(piece)
+            pieces.append(
+                Span(
+                    self.request,
+                    start,
+                    state.position,
+                    samples=self.samples and is_last,
+                    forks=self.forks if is_last else (),
+                    stored=max(0, self.start + self.stored - start),
+                    reads=reads,
+                    leaves=(state,),
+                )
+            )
             start, reads = state.position, state.id
         return pieces
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
-    """The spans that one forward pass computes."""
+    """The spans that one forward pass computes. None of its fields changes once it is planned. What
+    happened in the step is in its :class:`StepReport`."""
 
-    spans: list[Span] = field(default_factory=list)
+    spans: Sequence[Span] = ()
     # Blocks to copy out of the pool before anything in it changes.
-    stores: list[BlockTransfer] = field(default_factory=list)
+    stores: Sequence[BlockTransfer] = ()
     # Blocks to write into the pool after that, before all else.
-    loads: list[BlockTransfer] = field(default_factory=list)
+    loads: Sequence[BlockTransfer] = ()
     # Block copies to perform before any K/V is written.
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: Sequence[BlockCopy] = ()
     # Ids of recurrent states that nothing reads after this step.
-    released: list[int] = field(default_factory=list)
-    # Ids of all requests that are computed, forked or preempted in this step.
-    requests: set[int] = field(default_factory=set)
+    released: Sequence[int] = ()
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
     draft_seconds: float = 0.0  # that its drafts took before it was launched
-    # Running requests with several tokens to compute, oldest first.
-    prompts: list[Request] = field(default_factory=list)
-    max_chunk_tokens: int | None = None  # limit of its chunks; None: the scheduler's budget
     is_read_first: bool = False  # whether it must be read before the next step is planned
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
     # Whether only its first layers begin at once. The rest begins with the next call of the runner
     # for a step, when the tokens of the step before have been returned.
     is_held_back: bool = False
-
-    def add(self, span: Span) -> None:
-        """Compute a span."""
-        self.spans.append(span)
-        self.scores = self.scores or span.request.prompt_logprobs is not None
-        self.requests.add(span.request.id)
-        self.requests.update(fork.id for fork in span.forks)
-        start = span.start + span.stored
-        self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - start)
-        work = StepWork.chunk(span.start, len(span))
-        if span.drafts or span.stop - start == 1:
-            work = StepWork(work.chunk_tokens, work.chunk_context)
-        self.work += work
-
-    def add_decodes(
-        self,
-        requests: Sequence[Request],
-        positions: Sequence[int],
-        moves: Sequence[ReadAndLeft] | None = None,
-    ) -> None:
-        """Compute the last token of each request and sample the next one. `moves` are those of the
-        requests' recurrent states; None: the model has none."""
-        stops = [position + 1 for position in positions]
-        if moves is None:
-            self.spans += map(Span, requests, positions, stops, repeat(True))
-        else:
-            for request, position, (reads, leaves) in zip(requests, positions, moves, strict=True):
-                first, stored = reads.position, position - reads.position
-                of_states = stored, reads.id, leaves
-                self.spans.append(Span(request, first, position + 1, True, (), (), *of_states))
-                if stored:
-                    _, _, rows, context = StepWork.chunk(first, stored)
-                    self.work += StepWork(rows, context)
-        for request, stop in zip(requests, stops, strict=True):
-            request.num_computed = stop
-            self.prompt_tokens += stop <= request.num_prompt
-        self.requests.update([request.id for request in requests])
-        self.work += StepWork(len(stops), sum(stops))
 
     @property
     def everyone(self) -> list[Request]:
@@ -171,7 +136,8 @@ class SampledToken(NamedTuple):
 
 @dataclass(slots=True)
 class StepReport:
-    """What happened when a step was computed. The runner and the pipeline fill it."""
+    """What happened when a step was computed. The runner, the pipeline and `Progress.settle` fill
+    it."""
 
     step: Step
     shared_keys: int = 0  # that its sequences have in the same blocks as others: each is read once
@@ -184,7 +150,9 @@ class StepReport:
     wait_seconds: float = 0.0  # waiting for the device
     settle_seconds: float = 0.0  # correcting the progress by its tokens
     seconds: float = 0.0  # of the host: launch plus wait. Over all steps their sum is wall time.
-    choices: list[SampledToken] = field(default_factory=list)  # tokens that count
+    choices: list[SampledToken] = field(default_factory=list)  # of a settled step: those that count
+    # Of each request with drafts: how many it had, and how many of them were right.
+    verified: list[tuple[Request, int, int]] = field(default_factory=list)
 
 
 class Launched(Protocol):

@@ -3,7 +3,7 @@
 from mlx_paged.options import Policy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import WaitingQueue
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.progress import Planning
 
 PATIENCE = 32
 """A long prompt is overdue when its `num_overtaken` has reached this number."""
@@ -32,7 +32,8 @@ class Turn:
 
     def __init__(
         self,
-        step: Step,  # with decodes, and prompts before `first` if they are done after it
+        # A step with decodes, and prompts before `first` if they are done after it.
+        planning: Planning,
         first: Request,  # the oldest prompt that runs, or else the first one that waits
         room: int,  # prompt tokens of `first` that the step can compute
         waiting: WaitingQueue,
@@ -40,16 +41,17 @@ class Turn:
     ) -> None:
         self.overtaking: list[Request] = []  # those that :meth:`next` returned
         self._is_overdue = first.num_overtaken >= PATIENCE
-        self._before = step.work.chunk_tokens
+        self._before = planning.work.chunk_tokens
         # The most prompt tokens of the step before those of `first` are added.
         self.limit = self._before + (room // 2 if self._is_overdue else room)
-        self._step = step
+        self._planning = planning
         self._first = first
         self._room = room
         self._waiting = waiting
         self._by_priority = waiting.policy is Policy.PRIORITY
         self._is_awaited = any(r.num_in_flight and len(r.tokens) == r.num_prompt for r in before)
-        left = [r for r in step.prompts if r.id not in step.requests and self._overtakes(r)]
+        planned = planning.requests
+        left = [r for r in planning.prompts if r.id not in planned and self._overtakes(r)]
         self._running = sorted(left, key=lambda request: -request.num_pending)
 
     def next(self) -> Request | None:
@@ -64,7 +66,7 @@ class Turn:
 
     def limit_after(self) -> int:
         """The limit of the step's prompt tokens after the prompts that overtake were added."""
-        first, taken = self._first, self._step.work.chunk_tokens
+        first, taken = self._first, self._planning.work.chunk_tokens
         if taken == self._before and not self._is_awaited:
             first.num_overtaken = max(0, first.num_overtaken - 1)
         elif not self._is_overdue:

@@ -187,6 +187,6 @@ def test_a_draft_model_may_be_recurrent(pair):
     assert engine.stats.drafts > 20 and engine.stats.faults == 0
     if pair[0] == pair[1]:
         assert engine.stats.accepted_drafts > 0.95 * engine.stats.drafts
-    assert not drafter._shadows and not drafter._runner.states._held
+    assert not drafter._drafted and not drafter._runner.states._held
     assert drafter._allocator.store.blocks_in_use == 0
     drafter._allocator.check_integrity()

@@ -19,8 +19,8 @@ from mlx_paged.kv.states import State, StateIds
 from mlx_paged.request import Request
 from mlx_paged.sampling import sampler
 from mlx_paged.sampling.grammar import GrammarState
+from mlx_paged.scheduler.progress import Progress
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import SampledToken, Span, Step
 from mlx_paged.scheduler.turns import Turn
 from tests.support.simulation.fake_model import FakePool, FakeRunner, FakeTransfer
@@ -315,22 +315,22 @@ def hits_without_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_drafts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speculation, "accept", lambda speculation, step, choices: choices)
+    monkeypatch.setattr(Progress, "_verified", lambda progress, report, drafted: report.choices)
 
 
 def what_wrong_drafts_wrote_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The K/V of all drafts counts as that of tokens to come."""
-    whole = Speculation._settle
+    whole = Progress.correct
 
-    def settle(speculation, span, accepted):
-        whole(speculation, span, accepted)
-        if span.request.id in speculation._allocator and accepted < len(span.drafts):
-            span.request.num_computed = span.start + 2 + accepted
-            speculation._allocator.make_writable(
-                span.request.id, span.start + 1 + accepted, span.start + 2 + accepted
-            )
+    def correct(progress, request, num_computed):
+        allocator = progress._allocator
+        has_wrong = allocator.num_tokens(request.id) > num_computed
+        whole(progress, request, num_computed)
+        if has_wrong:
+            request.num_computed += 1
+            allocator.make_writable(request.id, num_computed, num_computed + 1)
 
-    monkeypatch.setattr(Speculation, "_settle", settle)
+    monkeypatch.setattr(Progress, "correct", correct)
 
 
 def windows_follow_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.step_memory import PARTIALS, partial_bytes
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import Span
 from tests.gpu_memory.allocator import NO_LIMIT, Allocator
 from tests.gpu_memory.engine_steps import Op, StepArrays, metals_ops, scratch_bytes
 from tests.gpu_memory.replay import MOST_TASKS, Device
@@ -120,14 +121,14 @@ def test_a_step_with_large_partial_results_takes_no_more_than_is_promised(monkey
     """Decodes and two chunks with long contexts, while all command buffers complete late."""
     model = made("llama 8B", layers=4)
     with metals_ops():
-        arrays, step = StepArrays(model, 36_000), Step()
+        arrays, planning = StepArrays(model, 36_000), Planning()
         for i in range(34):
             start, stop = (16_000, 16_001) if i < 32 else (15_900, 16_130)
             arrays.blocks.admit(i, stop)
             arrays.blocks.make_writable(i, start, stop)
             request = Request(i, [0] * stop, SamplingParams(max_tokens=2), seed=0)
-            step.add(Span(request, start, stop, samples=True))
-        computed = arrays.ops(step)
+            planning.add(Span(request, start, stop, samples=True))
+        computed = arrays.ops(planning.step())
     largest = max(op.outputs[0][2] for op in computed[0] if op.name == "Sin")
     assert 0.9 * PARTIALS < largest <= PARTIALS
     device = Device(Allocator())

@@ -46,7 +46,7 @@ WRITERS = {
     "admitted_time": 1,
     "arrival_time": 1,
     "error": 6,
-    "finish_reason": 2,
+    "finish_reason": 1,
     "finish_time": 1,
     "first_entries": 1,
     "first_token_time": 1,
@@ -56,16 +56,16 @@ WRITERS = {
     "is_reusable": 1,
     "keep_blocks": 1,
     "known_keys": 0,
-    "logprobs": 5,
+    "logprobs": 1,
     "num_accepted": 1,
     "num_cached": 1,
-    "num_computed": 5,
+    "num_computed": 1,
     "num_drafted": 1,
     "num_faults": 2,
-    "num_in_flight": 2,
+    "num_in_flight": 1,
     "num_overtaken": 1,
     "num_preempted": 1,
-    "num_prompt": 1,
+    "num_prompt": 0,
     "num_tokens": 2,
     "params": 1,
     "prefix_miss": 1,
@@ -80,7 +80,7 @@ WRITERS = {
     "samples": 3,
     "seed": 0,
     "states": 1,
-    "tokens": 5,
+    "tokens": 1,
     "top_logprobs": 1,
     "turn_ends": 1,
 }
@@ -131,6 +131,10 @@ def test_no_feature_is_known_to_more_files(package):
 
 def test_no_field_of_a_sequence_has_more_writers(package):
     assert problems(sizes(package.writers), WRITERS) == []
+
+
+def test_nothing_writes_a_step_that_is_planned(package):
+    assert package.step_writes == set()
 
 
 def test_no_room_reads_more_of_another_room(package):
@@ -214,6 +218,23 @@ def test_a_planted_change_of_a_list_is_counted(planted, code):
 def test_what_writes_no_field_is_not_counted(planted, code):
     writers = planted.with_file("engine/planted.py", code).writers
     assert sizes(writers) == sizes(planted.writers)
+
+
+WRITES_OF_STEPS = {
+    "a span": "span.start = 3",
+    "a span of a step": "step.spans[0].start += 3",
+    "a list of a step": "report.step.copies.append(copy)",
+    "a step": "current_step.is_held_back = True",
+    "a copy with another value": "replace(piece, stored=3)",
+}
+
+
+@pytest.mark.parametrize("code", WRITES_OF_STEPS.values(), ids=WRITES_OF_STEPS)
+def test_a_planted_write_of_a_step_is_found(package, code):
+    """So it is in a method of a span itself."""
+    assert len(package.with_file("runner/planted.py", code).step_writes) == 1
+    own = "class Span:\n    start: int\n    def move(self): self.start = 3"
+    assert package.with_file("scheduler/step.py", own).step_writes == {"scheduler/step.py:3:start"}
 
 
 READS = {

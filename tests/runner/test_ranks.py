@@ -34,6 +34,7 @@ from mlx_paged.runner.ranks import (
     why_whole,
 )
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.step import Span, Step, StepReport
 from tests.support import TIMEOUT
 from tests.support.engine import rank_runs
@@ -268,12 +269,12 @@ def test_a_refusal_ends_all_ranks(tmp_path):
 
 
 def decode_step(allocator, requests):
-    step = Step()
+    planning = Planning()
     for request in requests:
         stop = len(request.tokens)
-        step.copies += allocator.make_writable(request.id, stop - 1, stop)
-        step.add(Span(request, stop - 1, stop, samples=True))
-    return step
+        planning.copies += allocator.make_writable(request.id, stop - 1, stop)
+        planning.add(Span(request, stop - 1, stop, samples=True))
+    return planning.step()
 
 
 def test_a_step_of_32_long_requests_is_a_small_plan():
@@ -303,10 +304,11 @@ class Pair:
         self.tables = [BatchTables.of_groups(each) for each in (self.own, self.other)]
 
     def launch(self, *spans):
-        step = Step()
+        planning = Planning()
         for request, start, stop in spans:
-            step.copies += self.own.make_writable(request.id, start, stop)
-            step.add(Span(request, start, stop, samples=True))
+            planning.copies += self.own.make_writable(request.id, start, stop)
+            planning.add(Span(request, start, stop, samples=True))
+        step = planning.step()
         found = self.reader.read(self.writer.write(step, False))[0]
         whole = zip((step, found), (self.own, self.other), self.tables, strict=True)
         batches = [Batch(each.spans, of, tables=tables).forwards for each, of, tables in whole]

@@ -10,9 +10,10 @@ from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.ngram import NgramDrafter
+from mlx_paged.scheduler.progress import append_token
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import MOST_BEHIND, PATIENCE, REST
-from mlx_paged.scheduler.step import SampledToken, Step, StepWork
+from mlx_paged.scheduler.step import SampledToken, Step, StepReport, StepWork
 
 RIGHT = 7
 """The token that every request would choose."""
@@ -74,12 +75,13 @@ def started(scheduler: Scheduler, *lengths: int, **params: object) -> list[Reque
 def finish(scheduler: Scheduler, step: Step) -> list[int]:
     """Let every position choose RIGHT, and give the requests what they accept."""
     rows = [SampledToken(s.request, RIGHT, 0.0) for s in step.spans for _ in range(rows_of(s))]
-    kept = scheduler.speculation.accept(step, rows) if scheduler.speculation else rows
-    for choice in kept:
-        choice.request.tokens.append(choice.token)
-    scheduler.commit(step)
+    report = StepReport(step, choices=rows)
+    scheduler.begun(report)
+    scheduler.settle(report)
+    for choice in report.choices:
+        append_token(choice)
     scheduler.allocator.check_integrity()
-    return [choice.request.id for choice in kept]
+    return [choice.request.id for choice in report.choices]
 
 
 def rows_of(span) -> int:
@@ -250,10 +252,12 @@ def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: floa
             if s.samples
             for j in range(1 + len(s.drafts))
         ]
-        for choice in scheduler.speculation.accept(step, rows) if drafter else rows:
-            choice.request.tokens.append(choice.token)
+        report = StepReport(step, choices=rows)
+        scheduler.begun(report)
+        scheduler.settle(report)
+        for choice in report.choices:
+            append_token(choice)
             tokens += 1
-        scheduler.commit(step)
         scheduler.budget.observe(step.work, took)
         seconds += took
         for span in step.spans:

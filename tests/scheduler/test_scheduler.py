@@ -11,6 +11,7 @@ from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.budget import longest_chunk
 from mlx_paged.scheduler.places import Places
+from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Span, Step, StepWork
 
@@ -209,7 +210,7 @@ def test_samples_fork_off_even_where_one_token_of_the_prompt_was_left():
     step = scheduler.schedule()
     (span,) = step.spans
     assert (span.start, span.stop, span.samples) == (8, 9, True)
-    assert span.forks == (second, third) and step.requests == {0, 1, 2}
+    assert span.forks == (second, third)
     assert set(scheduler.running) == {0, 1, 2}
 
 
@@ -221,7 +222,7 @@ def test_decodes_of_a_step_count_as_its_work_and_are_computed():
     compute(scheduler, scheduler.schedule())
     step = scheduler.schedule()
     assert step.work == StepWork(2, 4 + 5)
-    assert step.requests == {0, 1} and [request.num_computed for request in requests] == [4, 5]
+    assert [request.num_computed for request in requests] == [4, 5]
 
 
 def test_a_request_whose_last_token_is_under_way_is_computed_no_further():
@@ -265,16 +266,16 @@ def half_generated(request_id: int) -> Request:
     ids=["head", "tail", "decode", "recomputed", "several"],
 )
 def test_prompt_tokens_are_those_before_the_first_generated_one(spans, expected):
-    step = Step()
+    planning = Planning()
     for i, (start, stop) in enumerate(spans):
-        step.add(Span(half_generated(i), start, stop, samples=stop == 8))
-    assert step.prompt_tokens == expected
+        planning.add(Span(half_generated(i), start, stop, samples=stop == 8))
+    assert planning.step().prompt_tokens == expected
 
 
 def test_a_decode_may_compute_the_last_token_of_a_prompt():
-    step = Step()
-    step.add_decodes([half_generated(i) for i in range(4)], [4, 5, 7, 4])
-    assert step.prompt_tokens == 2
+    planning = Planning()
+    planning.add_decodes([half_generated(i) for i in range(4)], [4, 5, 7, 4])
+    assert planning.step().prompt_tokens == 2
 
 
 def test_a_scheduler_hands_on_the_options_of_its_places(monkeypatch):

@@ -5,7 +5,8 @@ import pytest
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.budget import is_under_way
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.progress import Planning
+from mlx_paged.scheduler.step import Span
 
 BLOCK = 8
 LEADER = list(range(100, 140))
@@ -15,10 +16,10 @@ def request(tokens: list[int]) -> Request:
     return Request(1, tokens, SamplingParams(), seed=0)
 
 
-def computing(start: int, stop: int) -> Step:
-    step = Step()
-    step.add(Span(Request(0, LEADER, SamplingParams(), seed=0), start, stop, False))
-    return step
+def computing(start: int, stop: int) -> Planning:
+    planning = Planning()
+    planning.add(Span(Request(0, LEADER, SamplingParams(), seed=0), start, stop, False))
+    return planning
 
 
 @pytest.mark.parametrize(

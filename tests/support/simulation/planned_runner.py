@@ -56,7 +56,7 @@ class PlannedRunner:
         message = self.writer.write(step, awaits, self._released)
         found, late = self.reader.read(message)
         assert late == awaits
-        assert found.released == self._released + step.released
+        assert found.released == [*self._released, *step.released]
         self._states.update(state.id for span in found.spans for state in span.leaves)
         self._states.difference_update(found.released)
         self._released = []

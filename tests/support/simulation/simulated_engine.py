@@ -2,14 +2,15 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import turns
+from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.step import Span, Step
 from tests.support.simulation.fault_injection import FaultyRunner
 from tests.support.simulation.planned_runner import PlannedRunner
@@ -40,18 +41,31 @@ class TurnWatch:
         self.share = rng.choice((0, 1, turns.SHARE))
         self.most_waited = self.num_overtakes = self._waited = 0
         self._first: int | None = None
+        self._planning = Planning()  # of the latest step
 
-    def limits(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def limits(self) -> Iterator[None]:
         """While this is entered, schedulers keep the limits that were drawn."""
-        return patch.multiple(turns, PATIENCE=self.patience, SHARE=self.share)
+        whole = Planning.step
+
+        def step(planning: Planning, *args: Any, **options: Any) -> Step:
+            self._planning = planning
+            return whole(planning, *args, **options)
+
+        with (
+            patch.multiple(turns, PATIENCE=self.patience, SHARE=self.share),
+            patch.object(Planning, "step", step),
+        ):
+            yield
 
     def see(self, step: Step) -> None:
         """A step that is launched."""
-        first = next((r for r in step.prompts[:1] if not r.num_preempted), None)
+        planning = self._planning
+        first = next((r for r in planning.prompts[:1] if not r.num_preempted), None)
         prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts) + span.stored]
         computed = {span.request.id for span in prompts if not is_forced(span)}
         before, self._first = self._first, first.id if first else None
-        is_passed = first is not None and first.id not in step.requests and bool(computed)
+        is_passed = first is not None and first.id not in planning.requests and bool(computed)
         self.num_overtakes += is_passed
         self._waited = is_passed * (1 + self._waited * (before == self._first))
         self.most_waited = max(self.most_waited, self._waited)

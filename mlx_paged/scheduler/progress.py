@@ -1,0 +1,222 @@
+"""What a step will compute while it is planned, and what of each sequence is computed, under way
+and known. No other file writes the latter. Knows no mlx."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, repeat
+
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
+from mlx_paged.kv.prefix_match import PrefixMatch
+from mlx_paged.kv.states import ReadAndLeft
+from mlx_paged.request import Request
+from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, StepWork
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Tokens and their log-probabilities, the likeliest ones first."""
+
+
+@dataclass(slots=True)
+class Planning:
+    """What a step will compute, as far as it is planned. To plan a span changes no request."""
+
+    spans: list[Span] = field(default_factory=list)
+    loads: list[BlockTransfer] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    work: StepWork = field(default_factory=StepWork)  # of the spans
+    prompt_tokens: int = 0
+    draft_seconds: float = 0.0
+    scores: bool = False
+    # Ids of all requests that are computed, forked or preempted in this step.
+    requests: set[int] = field(default_factory=set)
+    # Running requests with several tokens to compute, oldest first.
+    prompts: list[Request] = field(default_factory=list)
+    max_chunk_tokens: int | None = None  # limit of the chunks; None: the scheduler's budget
+
+    def add(self, span: Span) -> None:
+        """Compute a span."""
+        self.spans.append(span)
+        self.scores = self.scores or span.request.prompt_logprobs is not None
+        self.requests.add(span.request.id)
+        self.requests.update(fork.id for fork in span.forks)
+        start = span.start + span.stored
+        self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - start)
+        work = StepWork.chunk(span.start, len(span))
+        if span.drafts or span.stop - start == 1:
+            work = StepWork(work.chunk_tokens, work.chunk_context)
+        self.work += work
+
+    def add_decodes(
+        self,
+        requests: Sequence[Request],
+        positions: Sequence[int],
+        moves: Sequence[ReadAndLeft] | None = None,
+    ) -> None:
+        """Compute the last token of each request and sample the next one. `moves` are those of the
+        requests' recurrent states; None: the model has none."""
+        stops = [position + 1 for position in positions]
+        self.requests.update([request.id for request in requests])
+        ends = zip(requests, stops, strict=True)
+        self.prompt_tokens += sum([stop <= request.num_prompt for request, stop in ends])
+        rows, context = len(stops), sum(stops)
+        if moves is None:
+            self.spans += map(Span, requests, positions, stops, repeat(True))
+        else:
+            for request, position, (reads, leaves) in zip(requests, positions, moves, strict=True):
+                first, stored = reads.position, position - reads.position
+                of_states = stored, reads.id, leaves
+                self.spans.append(Span(request, first, position + 1, True, (), (), *of_states))
+                if stored:
+                    _, _, more, of_more = StepWork.chunk(first, stored)
+                    rows, context = rows + more, context + of_more
+        before, context_before, *of_chunks = self.work
+        self.work = StepWork(before + rows, context_before + context, *of_chunks)
+
+    def step(
+        self,
+        stores: Sequence[BlockTransfer] = (),
+        released: Sequence[int] = (),
+        is_read_first: bool = False,
+        is_held_back: bool = False,
+    ) -> Step:
+        """The step that was planned. The arguments are fields of :class:`Step`."""
+        return Step(
+            spans=self.spans,
+            stores=stores,
+            loads=self.loads,
+            copies=self.copies,
+            released=released,
+            work=self.work,
+            prompt_tokens=self.prompt_tokens,
+            draft_seconds=self.draft_seconds,
+            is_read_first=is_read_first,
+            scores=self.scores,
+            is_held_back=is_held_back,
+        )
+
+
+class Progress:
+    """The progress of sequences whose blocks an allocator holds.
+
+    A step is planned before the step before it has been read. So a sequence advances in two parts:
+    :meth:`plan` counts the tokens of a planned step as computed, and :meth:`launch` those that the
+    step chooses as under way. :meth:`settle` corrects both when the step has been read.
+
+    Attributes:
+        num_under_way: steps that have been launched and not read.
+    """
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self.num_under_way = 0
+        self._foreseen: list[Request] = []
+
+    # The blocks of a sequence
+
+    def admit(self, request: Request, tokens: Sequence[int] | None, spare: int = 0) -> PrefixMatch:
+        """Take blocks for all tokens of a request, and share those that hold a prefix of `tokens`;
+        None: share none. Raises OutOfBlocksError unless `spare` blocks are left."""
+        match = self._allocator.admit(
+            request.id, len(request.tokens), tokens=tokens, salt=request.salt, spare=spare
+        )
+        request.num_computed = match.num_cached
+        if request.num_preempted == 0:
+            request.num_cached = match.num_cached
+        return match
+
+    def fork(self, parent: Request, child: Request, num_computed: int) -> None:
+        """Let a child share its parent's blocks, of which `num_computed` tokens count."""
+        self._allocator.fork(parent.id, child.id)
+        child.num_computed = child.num_cached = num_computed
+
+    def free(self, request: Request) -> None:
+        """Free the blocks of a request, all of whose tokens have to be computed again."""
+        self._allocator.free(request.id)
+        request.num_computed = 0
+
+    def correct(self, request: Request, num_computed: int) -> None:
+        """Count the first `num_computed` tokens of a request as computed. Free the blocks of the
+        tokens after them."""
+        request.num_computed = num_computed
+        self._allocator.truncate(request.id, num_computed)
+
+    # Its steps
+
+    def plan(self, step: Step) -> None:
+        """Count the tokens of a planned step as computed."""
+        for span in step.spans:
+            span.request.num_computed = span.stop
+
+    def launch(self, step: Step) -> None:
+        """Count the tokens that a launched step chooses as under way."""
+        self.num_under_way += 1
+        for span in step.spans:
+            if span.samples:
+                span.request.num_in_flight += 1 + len(span.drafts)
+                for fork in span.forks:
+                    fork.num_in_flight += 1
+
+    def foresee(self, request: Request) -> None:
+        """The next token of a request is known: the step under way, if any, chooses it in vain."""
+        if request.num_in_flight:
+            request.num_in_flight -= 1
+            self._foreseen.append(request)
+
+    def settle(self, report: StepReport) -> None:
+        """Correct the progress by the tokens that a step chose. In the report stay the choices that
+        count: those of requests that go on, up to a request's first wrong draft."""
+        step, foreseen = report.step, self._foreseen
+        self.num_under_way -= 1
+        for span in step.spans:
+            if span.samples:
+                span.request.num_in_flight -= 1 + len(span.drafts)
+                for fork in span.forks:
+                    fork.num_in_flight -= 1
+        report.choices = [each for each in report.choices if not each.request.finish_reason]
+        if foreseen:
+            self._foreseen, ids = [], {request.id for request in foreseen}
+            for request in foreseen:
+                request.num_in_flight += 1
+            report.choices = [each for each in report.choices if each.request.id not in ids]
+        drafted = {span.request.id: span for span in step.spans if span.drafts}
+        if drafted:
+            report.choices = self._verified(report, drafted)
+
+    def lose(self, requests: Iterable[Request]) -> None:
+        """The steps under way are given up, and these requests have no blocks any more."""
+        self.num_under_way, self._foreseen = 0, []
+        for request in requests:
+            request.num_computed = request.num_in_flight = 0
+
+    def _verified(self, report: StepReport, drafted: dict[int, Span]) -> list[SampledToken]:
+        """The choices up to each request's first wrong draft; the K/V of wrong drafts is given up.
+        `drafted` are the spans with drafts by request id."""
+        kept = list[SampledToken]()
+        for request_id, rows in groupby(report.choices, lambda choice: choice.request.id):
+            of_request, span = [*rows], drafted.get(request_id)
+            if span is None:
+                kept += of_request
+                continue
+            request, count = span.request, len(span.drafts)
+            pairs = enumerate(zip(of_request, span.drafts, strict=False))
+            right = next((i for i, (row, draft) in pairs if row.token != draft), count)
+            kept += of_request[: right + 1]
+            self.correct(request, span.start + span.stored + 1 + right)
+            request.num_drafted += count
+            request.num_accepted += right
+            report.verified.append((request, count, right))
+        return kept
+
+
+def append_token(choice: SampledToken) -> TopLogprobs:
+    """Give a request its next token. Returns the likeliest tokens that it asked for, with their
+    log-probabilities, but none that is forbidden."""
+    request = choice.request
+    request.tokens.append(choice.token)
+    request.logprobs.append(choice.logprob)
+    top = choice.top[: request.params.logprobs] if choice.top else ()
+    top = tuple(pair for pair in top if pair[1] > -math.inf)
+    if top:
+        request.top_logprobs.append(top)
+    return top
