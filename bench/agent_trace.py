@@ -140,7 +140,7 @@ def make_trace() -> list[Turn]:
     first.read("mlx_paged/kv/prefix_match.py", 1, 60)
     first.read("mlx_paged/kv/layer_groups.py", 1, 60)
     first.say("Those of the room kv, which compare with a search through all prompts.")
-    main.read("mlx_paged/kv/stateful_prefix_cache.py", 1, 60)
+    main.read("mlx_paged/kv/state_ends.py", 1, 60)
     second = Agent("documents", trace, system, "What do the documents say of the prefix cache?")
     second.read("docs/engine.md", 1, 50)
     second.read("docs/kv-disk.md", 1, 40)

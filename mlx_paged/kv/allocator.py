@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -293,11 +294,8 @@ class BlockAllocator:
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
         self.prefixes.register(sequence, tokens, num_computed)
-        if sequence.states.planned:
-            for snapshot in sequence.states.planned:
-                if self.prefixes.keep(sequence, tokens, snapshot):
-                    self.states.keep(snapshot)
-            self.states.drop_planned(sequence.states)
+        if sequence.states.planned or sequence.states.offered:
+            self.states.offer(sequence.states, partial(self.prefixes.keep, sequence, tokens))
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make all blocks reusable, the last one even if it is not full, of a sequence that ends:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlx_paged.arguments import integer
 
 SPARE = 8
-"""A spare snapshot counts an eighth of the tokens that it saves, until it is kept."""
+"""A spare snapshot counts an eighth of the tokens that it saves, until it is used."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -17,7 +17,7 @@ class Snapshot:
     later texts may begin with."""
 
     position: int
-    is_spare: bool = False  # wanted only if there is room: nothing says that a text goes on here
+    is_spare: bool = False  # taken on the way: nothing says that a text goes on from here
     state: int = 0  # id of the state
     before: Snapshot | None = None  # an earlier snapshot of the same text
     key: tuple[int, int] | None = None  # among the kept ones; None: it is not kept

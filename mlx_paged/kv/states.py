@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ReferenceType, ref
@@ -44,12 +44,14 @@ class SequenceStates:
         newest: the state after all tokens that steps compute, drafts included.
         sure: the state before the drafts; None if no drafts are in `newest`.
         planned: snapshots for the prefix cache, which has to know their blocks first.
+        offered: snapshots that were offered to the prefix cache once.
         without_state: tokens of a known prefix that lacks its state at the end.
     """
 
     newest: State = EMPTY
     sure: State | None = None
     planned: list[Snapshot] = field(default_factory=list)
+    offered: list[Snapshot] = field(default_factory=list)
     without_state: int = 0
     last_snapshot: ReferenceType[Snapshot] | None = None
 
@@ -144,7 +146,8 @@ class StateIds:
         self.release(states.newest.id)
         if states.sure is not None:
             self.release(states.sure.id)
-        self.drop_planned(states)
+        self._drop(states.planned)
+        self._drop(states.offered)
 
     def first_needed(self, states: SequenceStates, position: int) -> int:
         """The first token that a sequence may have to compute when its next one is at `position`:
@@ -169,11 +172,10 @@ class StateIds:
         before = states.newest
         leaves = list[State]()
         if snapshots:
-            self.drop_planned(states)
+            self._drop(states.planned)
             leaves = [self.new(snapshot.position) for snapshot in snapshots]
             for snapshot, state in zip(snapshots, leaves, strict=True):
                 snapshot.state = state.id
-                snapshot.uses = 1  # the sequence itself goes on from it
             states.planned = list(snapshots)
             states.last_snapshot = ref(snapshots[-1])
         if leaves and leaves[-1].position == stop:
@@ -222,16 +224,20 @@ class StateIds:
         else:
             self._forget_sure(states)
 
-    def keep(self, snapshot: Snapshot) -> None:
-        """The prefix cache keeps a snapshot that a sequence took on its way."""
-        self.hold(snapshot.state)
-        snapshot.is_spare = False
+    def offer(self, states: SequenceStates, keep: Callable[[Snapshot], bool]) -> None:
+        """Offer snapshots to the prefix cache by `keep`: those that are planned, and for the second
+        time those that were offered before. The second offer of a kept snapshot is a use, because
+        the sequence has gone on from the snapshot; others have another chance."""
+        before, states.offered, states.planned = states.offered, states.planned, []
+        for snapshot in [*states.offered, *before]:
+            if keep(snapshot):
+                self.hold(snapshot.state)
+        self._drop(before)
 
-    def drop_planned(self, states: SequenceStates) -> None:
-        """Give up the snapshots that are planned."""
-        for snapshot in states.planned:
+    def _drop(self, snapshots: list[Snapshot]) -> None:
+        for snapshot in snapshots:
             self.release(snapshot.state)
-        states.planned = []
+        snapshots.clear()
 
     def _forget_sure(self, states: SequenceStates) -> None:
         if states.sure is not None:
@@ -244,7 +250,7 @@ class StateIds:
         for states in sequences:
             held[states.newest.id] += 1
             held.update([states.sure.id] if states.sure is not None else ())
-            held.update([snapshot.state for snapshot in states.planned])
+            held.update([each.state for each in (*states.planned, *states.offered)])
         if self.snapshots is not None:
             held.update(self.snapshots.state_ids())
         del held[0]

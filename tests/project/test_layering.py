@@ -100,7 +100,7 @@ NO_MLX = [
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *(
-        "kv.stateful_prefix_cache",
+        "kv.state_ends",
         "generate.batch_lines",
         "generate.given",
         "generate.prompts_file",
