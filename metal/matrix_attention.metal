@@ -32,7 +32,7 @@ inline float score_in_log2(float qk, constant AttentionParams& p) {
 template <int TEAM>
 inline float team_max(float value) {
   for (ushort step = TEAM / 2; step > 0; step /= 2) {
-    value = max(value, simd_shuffle_xor(value, step));
+    value = precise::max(value, simd_shuffle_xor(value, step));
   }
   return value;
 }
@@ -292,7 +292,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
         qk *= of_keys[key];
       }
       own[i] = is_attended(places[key], base + key, seen) ? score_in_log2(qk, p) : -INFINITY;
-      new_max = max(new_max, own[i]);
+      new_max = precise::max(new_max, own[i]);
     }
     new_max = team_max<TEAM>(new_max);
     const float factor = rescale(running_max, new_max);
@@ -371,7 +371,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
       factors[team_row] = 1.0f;
     } else {
       const float sink = HAS_SINKS ? in_log2(sinks[head_slot * p.group + row % p.group]) : LOWEST;
-      const float total_max = max(running_max, sink);
+      const float total_max = precise::max(running_max, sink);
       const float scale = rescale(running_max, total_max);
       const float total = sum * scale + (HAS_SINKS ? weight_of(sink, total_max) : 0.0f);
       factors[team_row] = sum != 0.0f ? scale / total : 0.0f;

@@ -67,7 +67,7 @@ template <typename Q, int DV>
 
   // Every simdgroup computes the maximum and the sum of all splits: lanes share the splits.
   const float sink = HAS_SINKS ? in_log2(sinks[head]) : LOWEST;
-  float own_max = max(LOWEST, sink);
+  float own_max = precise::max(LOWEST, sink);
   for (int split = begin + int(lane); split < end; split += LANES) {
     own_max = max(own_max, sums[2 * split]);
   }

@@ -296,7 +296,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     const int row = first_row + r;
     const int head = head_slot * p.group + row % p.group;
     const float sink = HAS_SINKS && WHOLE ? in_log2(sinks[head]) : LOWEST;
-    float total_max = max(LOWEST, sink);
+    float total_max = precise::max(LOWEST, sink);
     for (int s = 0; s < SIMDGROUPS; s++) {
       total_max = max(total_max, shared_max[s * ROWS + r]);
     }
@@ -335,7 +335,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     const int row = first_row + r;
     const int head = head_slot * p.group + row % p.group;
     const float sink = HAS_SINKS ? in_log2(sinks[head]) : LOWEST;
-    float total_max = max(LOWEST, sink);
+    float total_max = precise::max(LOWEST, sink);
     for (int s = 0; s < SIMDGROUPS; s++) {
       total_max = max(total_max, shared_max[s * ROWS + r]);
     }

@@ -146,16 +146,21 @@ inline void store_rows(thread vec<T, VECTOR> (&own)[COUNT], int thread_index,
   }
 }
 
-// Notes whether some of a simdgroup's are NaN or infinite: either times 0 is NaN.
+// Notes whether some of a simdgroup's are NaN or infinite, which have the highest exponent.
 template <typename T, int COUNT>
 inline void note_spoiled(thread vec<T, VECTOR> (&own)[COUNT], int simdgroup, int lane,
                          threadgroup int* are_spoiled) {
-  float zero = 0.0f;
+  constexpr ushort INFINITE = metal::is_same_v<T, half> ? 0x7C00 : 0x7F80;
+  ushort highest = 0;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
-    zero += dot(float4(own[step]), float4(0.0f));
+    UNROLL
+    for (int i = 0; i < VECTOR; i++) {
+      const ushort magnitude = as_type<ushort>(own[step][i]) & 0x7FFF;
+      highest = max(highest, magnitude);
+    }
   }
-  const bool are_finite = simd_all(zero == 0.0f);
+  const bool are_finite = simd_all(highest < INFINITE);
   if (lane == 0) {
     are_spoiled[simdgroup] = are_finite ? 0 : 1;
   }

@@ -68,10 +68,13 @@ def _attend(
     highest[highest == -np.inf] = 0
     weights = np.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True)
+    is_empty = total == 0
     if sinks is not None:
-        total = np.where(total > 0, total + np.exp(sinks[:, None, None] - highest), 1)
-    weights = weights / np.where(total > 0, total, 1)
-    return weights @ v, weights
+        total = total + np.exp(sinks[:, None, None] - highest)
+    weights = weights / np.where(is_empty, 1, total)
+    # Values of keys that a query does not see may hold anything.
+    of_query = np.where(seen[:, :, None], v[:, None], 0)
+    return (weights[:, :, None] @ of_query)[:, :, 0], weights
 
 
 def _rotated(query: Array, angles: Array) -> Array:
@@ -99,8 +102,15 @@ def worst_row(got: Array, want: Array, dtype: mx.Dtype = mx.float32) -> float:
     ``|max(|want|, m)|`` is ``|want|``.
 
     An element that is subnormal may also be zero: Metal allows a GPU to flush it. Its error
-    ``|x|`` may be 2,048 times ``u * m``. :func:`flushed` counts such elements."""
+    ``|x|`` may be 2,048 times ``u * m``. :func:`flushed` counts such elements.
+
+    Where `want` is NaN or infinite, `got` has to be the same; else the error is infinite."""
     least = mx.finfo(dtype).smallest_normal
+    is_finite = np.isfinite(want)
+    is_same = is_finite | (got == want) | (np.isnan(got) & np.isnan(want))
+    if not is_same.all():
+        return float("inf")
+    got, want = np.where(is_finite, got, 0), np.where(is_finite, want, 0)
     size = np.linalg.norm(np.maximum(abs(want), least), axis=-1)
     may_be = np.where((got == 0) & (abs(want) < least), 0, want)
     difference = np.linalg.norm(got - may_be, axis=-1)

@@ -33,6 +33,10 @@ SHARED = "long-shared"
 PREFIX_KEYS = 256
 """The number of keys in these blocks."""
 
+SPOILED = "nan", "long-nan"
+"""Options with a NaN in the last key of the longest sequence, and an infinity in the first value of
+the last sequence. One sink is NaN, unless the pool is quantized."""
+
 FAINT = (2.0**-12, 0.0), (2.0**-13, 0.0012)
 """Factors and offsets of some keys and values in quantized pools. The scales of these rows are
 denormal in float16: a GPU could take them for zeros."""
@@ -123,16 +127,24 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
         blocks, offsets = np.divmod(np.arange(context), block_size)
         used[table[blocks], 0, offsets] = True
 
-    def cache(dim: int, sequence: int, faint: tuple[float, float]) -> mx.array:
+    last, longest = len(contexts) - 1, int(contexts.argmax())
+    is_spoiled = variant.option in SPOILED
+
+    def cache(
+        dim: int, sequence: int, faint: tuple[float, float], spoiled: int, value: float
+    ) -> mx.array:
         numbers = normal(rng, num_blocks, shape.n_kv_heads, block_size, dim)
         if shape.kv_bits is not None:
             numbers[tables[sequence]] = numbers[tables[sequence]] * faint[0] + faint[1]
+        if is_spoiled:
+            key = int(contexts[spoiled]) - 1 if np.isnan(value) else 0
+            numbers[tables[spoiled, key // block_size], :, key % block_size, dim - 1] = value
         poisoned = mx.array(np.where(used, numbers, np.float32(np.nan)))
         return poisoned.astype(shape.dtype).transpose(1, 0, 2, 3)  # a pool's order in memory
 
-    k, longest = cache(shape.head_dim, -1, FAINT[0]), int(contexts.argmax())
+    k = cache(shape.head_dim, last, FAINT[0], longest, np.nan)
     v = k[..., : shape.v_head_dim]
-    v = v if shape.latent else cache(shape.v_head_dim, longest, FAINT[1])
+    v = v if shape.latent else cache(shape.v_head_dim, longest, FAINT[1], last, np.inf)
     sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
     queries = normal(rng, *sizes[:3], shape.head_dim)
     queries[-1] /= 1 if shape.kv_bits is None else FAINT[0][0]  # scores as those of others
@@ -190,6 +202,12 @@ def _many(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, A
     return together
 
 
+def _nan_sink(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, Any]:
+    sinks = normal(rng, sizes[1])
+    sinks[0] = np.nan if shape.kv_bits is None else 0
+    return {"sinks": sinks}
+
+
 OPTIONS: dict[str, Option] = {
     "plain": lambda rng, sizes, shape: {},
     "long": lambda rng, sizes, shape: {},
@@ -214,5 +232,7 @@ OPTIONS: dict[str, Option] = {
         "kv_head_mapping": rng.integers(0, shape.n_kv_heads, sizes[1]).astype(np.int32)
     },
     "many": _many,
+    SPOILED[0]: _nan_sink,
+    SPOILED[1]: _nan_sink,
 }
 """By name: arguments of ``paged_attention``. "long" has long contexts."""

@@ -23,6 +23,7 @@ from mlx_paged.doctor.variants import (
     OPTIONS,
     QUANTIZED,
     QUICK_STEP,
+    SPOILED,
     TOKENS,
     Variant,
     all_variants,
@@ -115,7 +116,7 @@ class TestVariants:
             values = {getattr(variant, field.name) for variant in VARIANTS}
             assert {getattr(v, field.name) for v in VARIANTS[::QUICK_STEP]} == values
 
-    @pytest.mark.parametrize("option", OPTIONS)
+    @pytest.mark.parametrize("option", [option for option in OPTIONS if option not in SPOILED])
     def test_the_float64_attention_is_that_of_the_tests(self, option):
         arrays, options = attention_call(Variant("attention", "float32", "d32", 8, 4, 5, option))
         options = {
@@ -363,6 +364,26 @@ class TestWrongKernels:
 
         monkeypatch.setattr(ops, "paged_attention", wrong)
         assert list(failures()) == [WEIGHTS.name]
+
+    @pytest.mark.parametrize("dtype", [*DTYPES, *QUANTIZED])
+    @pytest.mark.parametrize("option", SPOILED)
+    def test_what_is_not_finite_reaches_only_who_sees_it(self, option, dtype):
+        """Neither the queries before it nor the sequences that are computed after its own."""
+        for tokens in TOKENS:
+            variant = Variant("attention", dtype, "d64", 16, 2, tokens, option)
+            error, allowed = kernels.error_of(variant)
+            assert error <= allowed
+
+    def test_an_infinity_in_the_place_of_a_number_is_named(self, monkeypatch):
+        right = ops.paged_attention
+        variant = Variant("attention", "float16", "d64", 16, 2, 1, SPOILED[0])
+
+        def wrong(*arrays: object, **options: object) -> object:
+            result = right(*arrays, **options)
+            return mx.where(mx.isnan(result), mx.inf, result)
+
+        monkeypatch.setattr(ops, "paged_attention", wrong)
+        assert kernels.error_of(variant)[0] == np.inf
 
     def test_a_write_to_the_wrong_slots_is_named(self, monkeypatch):
         right = ops.write_kv

@@ -92,7 +92,7 @@ kernel void numbers(device float *out [[buffer(0)]], device const float *in [[bu
   out[2] = precise::log(x);
   out[3] = rsqrt(x);
   out[4] = tanh(x);
-  out[5] = max(nan, 1.0f);
+  out[5] = precise::max(nan, 1.0f);
   out[6] = pow(x, 2.5f);
   out[7] = fma(x, x, 1.0f);
   out[8] = round(2.5f) + rint(2.5f);

@@ -252,6 +252,23 @@ kernel void misaligned_vector_load(PARAMETERS) {
   out[thread_id] = four.x + four.y + four.z + four.w;
 }
 
+kernel void right_maximum_of_nan(PARAMETERS) {
+  const float x = in[thread_id] == 3 ? NAN : 1.0f;
+  out[thread_id] = int(precise::max(x, 2.0f) + precise::min(x, 2.0f));
+}
+kernel void fast_maximum_of_nan(PARAMETERS) {
+  const float x = in[thread_id] == 3 ? NAN : 1.0f;
+  out[thread_id] = int(as_type<uint>(max(x, 2.0f)));  // BUG(fast race ubsan): undefined behaviour
+}
+kernel void fast_minimum_of_nan(PARAMETERS) {
+  const float x = in[thread_id] == 3 ? NAN : 1.0f;
+  out[thread_id] = int(as_type<uint>(fast::min(2.0f, x)));  // BUG(fast race ubsan): undefined behaviour
+}
+kernel void simd_maximum_of_nan(PARAMETERS) {
+  const float x = in[thread_id] == 3 ? NAN : 1.0f;
+  out[thread_id] = int(as_type<uint>(simd_max(x)));  // BUG(fast race ubsan): undefined behaviour
+}
+
 // The rest
 
 kernel void failed_assertion(PARAMETERS) {

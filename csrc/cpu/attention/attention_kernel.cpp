@@ -60,7 +60,7 @@ struct FewRows {
         ValueScales scales;
         float weights[kPackedRows * kKeyTile], sums[kPackedRows];
         scales.load_group(pass.tile, group);
-        scales.apply<T>(pass.scratch.scores, pass.rows.num_rows, weights, sums);
+        scales.apply<T>(pass.scratch.scores, pass.rows.num_rows, pass.tile.num_keys, weights, sums);
         columns(first, end, weights, sums);
       });
     } else {

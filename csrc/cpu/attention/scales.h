@@ -56,9 +56,13 @@ struct ValueScales {
 
   // scaled = weights * scale, and the sums of weights * minimum, for each row.
   template <typename T>
-  void apply(const float* weights, int32_t num_rows, float* scaled, float* sums) const {
+  void apply(float* weights, int32_t num_rows, int32_t num_keys, float* scaled, float* sums) const {
     for (int32_t r = 0; r < num_rows; ++r, weights += kKeyTile, scaled += kKeyTile) {
       Floats sum = {};
+      // Behind the last key are weights of an earlier tile, maybe of another sequence's NaN.
+      for (int32_t key = num_keys; key < kKeyTile; ++key) {
+        weights[key] = 0;
+      }
       for (int32_t key = 0; key < kKeyTile; key += kLanes) {
         const Floats weight = load(weights + key);
         store(scaled + key, weight * load(scale + key));

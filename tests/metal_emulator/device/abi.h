@@ -83,6 +83,7 @@ void* emulator_threadgroup_variable(int id, unsigned long size, unsigned long al
 void emulator_function_constant(int id, char type, unsigned size, void* value);
 
 void emulator_report_inactive_lane(const char* operation);
+void emulator_report_undefined(const char* what);
 void emulator_report_assertion(const char* text);
 // Atomics are not instrumented by the compiler; they tell about themselves.
 void emulator_atomic_access(const volatile void* address, unsigned size, bool loads, bool stores);

@@ -2,11 +2,21 @@
 // rounds once.
 #pragma once
 
+#include "abi.h"
 #include "elementwise.h"
 
 namespace emulator {
 constexpr float pi = 3.14159265358979f;
+
+// Whether neither is NaN: MLX compiles max and min as fast:: ones, which may make anything of NaN.
+EMULATOR_INLINE constexpr bool numbers_only(float x, float y) {
+  const bool has_nan = x != x || y != y;
+#ifndef EMULATOR_REPORTS_NOTHING
+  if (has_nan) emulator_report_undefined("fast maximum or minimum of NaN");
+#endif
+  return !has_nan;
 }
+}  // namespace emulator
 
 namespace metal {
 
@@ -61,8 +71,8 @@ EMULATOR_MATH_2(atan2, __builtin_atan2f(x, y))
 EMULATOR_MATH_2(copysign, __builtin_copysignf(x, y))
 EMULATOR_MATH_2(divide, x / y)
 EMULATOR_MATH_2(fdim, __builtin_fdimf(x, y))
-EMULATOR_MATH_2(fmax, __builtin_fmaxf(x, y))
-EMULATOR_MATH_2(fmin, __builtin_fminf(x, y))
+EMULATOR_MATH_2(fmax, emulator::numbers_only(x, y) ? __builtin_fmaxf(x, y) : __builtin_nanf(""))
+EMULATOR_MATH_2(fmin, emulator::numbers_only(x, y) ? __builtin_fminf(x, y) : __builtin_nanf(""))
 EMULATOR_MATH_2(fmod, __builtin_fmodf(x, y))
 EMULATOR_MATH_2(nextafter, __builtin_nextafterf(x, y))
 EMULATOR_MATH_2(pow, __builtin_powf(x, y))
@@ -71,17 +81,13 @@ EMULATOR_MATH_2(powr, __builtin_powf(x, y))
 EMULATOR_MATH_1(abs, __builtin_fabsf(x))
 EMULATOR_MATH_1(saturate, __builtin_fminf(__builtin_fmaxf(x, 0.0f), 1.0f))
 EMULATOR_MATH_1(sign, x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f)
-// Of two numbers, one of them NaN, the other one: as fmax and fmin.
-EMULATOR_MATH_2(max, __builtin_fmaxf(x, y))
-EMULATOR_MATH_2(min, __builtin_fminf(x, y))
+EMULATOR_MATH_2(max, fmax(x, y))
+EMULATOR_MATH_2(min, fmin(x, y))
 
 EMULATOR_MATH_TEST(isfinite, __builtin_fabsf(x) < __builtin_inff())
 EMULATOR_MATH_TEST(isinf, __builtin_fabsf(x) == __builtin_inff())
 EMULATOR_MATH_TEST(isnan, x != x)
 EMULATOR_MATH_TEST(signbit, (as_type<uint32_t>(x) >> 31) != 0)
-#undef EMULATOR_MATH_1
-#undef EMULATOR_MATH_2
-#undef EMULATOR_MATH_TEST
 
 #define EMULATOR_MATH_OF_TYPE(T)                                                                   \
   EMULATOR_INLINE constexpr T clamp(T x, T low, T high) { return min(max(x, low), high); }         \
@@ -126,19 +132,19 @@ EMULATOR_DOT_OF_SIZE(half, 4)
 #undef EMULATOR_DOT_OF_SIZE
 
 // The fast and the precise variants differ on a GPU only, but for what the fast exponentials make
-// of NaN and infinities: no document tells, so that here it is what nobody would hope for.
+// of NaN and infinities, and fast maxima and minima of NaN: no document tells, so that here it is
+// what nobody would hope for.
 #define EMULATOR_USE_VARIANTS                                                                      \
   using metal::abs, metal::acos, metal::acosh, metal::asin, metal::asinh, metal::atan,             \
       metal::atan2, metal::atanh, metal::ceil, metal::clamp, metal::copysign, metal::cos,          \
       metal::cosh, metal::cospi, metal::divide, metal::exp10, metal::fabs, metal::fdim,            \
-      metal::floor, metal::fma, metal::fmax, metal::fmin, metal::fmod, metal::fract, metal::frexp, \
-      metal::ldexp, metal::log, metal::log10, metal::log2, metal::max, metal::max3,                \
-      metal::median3, metal::min, metal::min3, metal::mix, metal::nextafter, metal::pow,           \
-      metal::powr, metal::rint, metal::round, metal::rsqrt, metal::saturate, metal::sign,          \
-      metal::sin, metal::sinh, metal::sinpi, metal::sqrt, metal::tan, metal::tanh, metal::tanpi,   \
-      metal::trunc;
+      metal::floor, metal::fma, metal::fmod, metal::fract, metal::frexp, metal::ldexp, metal::log, \
+      metal::log10, metal::log2, metal::mix, metal::nextafter, metal::pow, metal::powr,            \
+      metal::rint, metal::round, metal::rsqrt, metal::saturate, metal::sign, metal::sin,           \
+      metal::sinh, metal::sinpi, metal::sqrt, metal::tan, metal::tanh, metal::tanpi, metal::trunc;
 namespace fast {
 EMULATOR_USE_VARIANTS
+using metal::fmax, metal::fmin, metal::max, metal::max3, metal::median3, metal::min, metal::min3;
 #define EMULATOR_FAST_EXPONENTIAL(f)                                         \
   EMULATOR_INLINE constexpr float f(float x) {                               \
     return isfinite(x) ? metal::f(x) : isinf(x) ? __builtin_nanf("") : 1.0f; \
@@ -151,7 +157,15 @@ EMULATOR_FAST_EXPONENTIAL(exp2)
 namespace precise {
 EMULATOR_USE_VARIANTS
 using metal::exp, metal::exp2;
+// Of two numbers, one of them NaN, the other one.
+EMULATOR_MATH_2(fmax, __builtin_fmaxf(x, y))
+EMULATOR_MATH_2(fmin, __builtin_fminf(x, y))
+EMULATOR_MATH_2(max, __builtin_fmaxf(x, y))
+EMULATOR_MATH_2(min, __builtin_fminf(x, y))
 }  // namespace precise
 #undef EMULATOR_USE_VARIANTS
+#undef EMULATOR_MATH_1
+#undef EMULATOR_MATH_2
+#undef EMULATOR_MATH_TEST
 
 }  // namespace metal

@@ -75,6 +75,12 @@ EMULATOR_EXPORT void emulator_report_inactive_lane(const char* operation) {
                          [&] { return std::string(operation) + " by " + launch.running->name(); });
 }
 
+EMULATOR_EXPORT void emulator_report_undefined(const char* what) {
+  Launch& launch = *current_launch;
+  launch.findings.report(kind::undefined, __builtin_return_address(0),
+                         [&] { return std::string(what) + " by " + launch.running->name(); });
+}
+
 EMULATOR_EXPORT void emulator_report_assertion(const char* text) {
   Launch& launch = *current_launch;
   launch.findings.report(kind::assertion, __builtin_return_address(0),
