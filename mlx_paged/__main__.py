@@ -66,10 +66,12 @@ def _bench() -> str:
     from importlib import import_module
     from pathlib import Path
 
+    from mlx_paged import command_buffers
     from mlx_paged.cli import Parser
 
     parser = Parser("mlx_paged bench", "mlx_paged bench NAME [options]")
     parser.add_argument("name", choices=BENCHES, metavar="|".join(BENCHES))
+    command_buffers.lengthen()
     name = parser.parse_args(_taken_argument()).name
     package = Path(__file__).parent
     homes = package / "with_bench", package.parent  # in a wheel, in a clone

@@ -1,9 +1,11 @@
-"""Starts a command, so that Ctrl-C ends it without a traceback from its first line on."""
+"""Starts a command: before MLX makes its device, and so that Ctrl-C ends it without a traceback."""
 
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+from mlx_paged import command_buffers
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as a shell gives it."""
@@ -12,9 +14,11 @@ INTERRUPTED = 130
 def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
     """Exit with the status that `main` returns, or with `interrupted` after Ctrl-C. Imports of a
     command are in `main`, because Ctrl-C may come during the imports. transformers does not advise
-    to install PyTorch, as under mlx_lm."""
+    to install PyTorch, as under mlx_lm. MLX's command buffers are as long as is best for this chip.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
+        command_buffers.lengthen()
         status = main()
         sys.stdout.flush()
         sys.exit(status)

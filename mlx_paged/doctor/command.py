@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_paged.cli import Parser
 from mlx_paged.doctor.apart import found_apart
+from mlx_paged.doctor.buffers import STEP, check_step
 from mlx_paged.doctor.findings import Check, Findings, page, run_check
 from mlx_paged.doctor.flags import KINDS, unknown
 from mlx_paged.doctor.kernels import check_kernels, chosen, compare
@@ -86,6 +87,8 @@ def _chosen(only: str | None) -> dict[str, Check]:
         return CHECKS
     if only in CHECKS:
         return {only: CHECKS[only]}
+    if only == STEP:
+        return {STEP: check_step}
     if only in KINDS:
         return {"kernels": lambda found, quick: compare(chosen(quick, only), found)}
     variants = [variant for variant in all_variants() if variant.name == only]

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.doctor.buffers import compare_buffers
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.engine.engine import Engine
 from mlx_paged.kv.pool import KVPool, as_int32
@@ -51,6 +52,7 @@ def check_speed(found: Findings, quick: bool) -> None:
     if not on_cpu:
         found.verdict += f" with {buffers:.1f} command buffers"
         found.lines.append(f"{found.verdict}; first start: {first:.1f} s")
+        compare_buffers(found, quick)
     found.numbers["step_ms"] = parts
     text = ", ".join(f"{name.removesuffix('_ms')} {ms:.2f}" for name, ms in parts.items())
     found.lines.append(f"a decode step of {NUM_ROWS} requests, demo model, in ms: {text}")

@@ -9,6 +9,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged.attention.forward import SCORES
 from mlx_paged.attention.paths import has_matrix_units, is_fused
+from mlx_paged.command_buffers import most_elements
 from mlx_paged.kv.memory import LONG_PROMPT
 from mlx_paged.runner.batch import row_bucket
 from mlx_paged.runner.model_probe import ModelProfile
@@ -33,9 +34,6 @@ MOST_SPLITS = 64
 IN_FLIGHT = 12
 """MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
 
-ELEMENTS = 50 << 20
-"""A command buffer ends with the op that brings the inputs of the buffer to more elements."""
-
 
 def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running: int) -> int:
     """Bytes of the arrays that are alive at once while a step computes `chunk` tokens of prompts
@@ -58,7 +56,7 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     partials = partial_bytes(profile, chunk, max_running) // item
     of_attention = len(shapes) * (gathered + partials)
     arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
-    alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + max(gathered, partials)))
+    alive = min(STEPS * arrays, IN_FLIGHT * (most_elements() + max(gathered, partials)))
     states = STEPS * row_bucket(max_running) * profile.state_bytes
     # While prompts are scored, no sampler runs, but what it will read is there twice.
     scored = item * (MOST_SCORED + 2 * max_running) + 4 * prompt_scores.ARRAYS * prompt_scores.PART

@@ -11,7 +11,8 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.attention.paths import has_matrix_units
-from mlx_paged.doctor import apart, findings, memory, products
+from mlx_paged.command_buffers import OPERATIONS
+from mlx_paged.doctor import apart, buffers, findings, memory, products
 from mlx_paged.doctor import command as doctor
 from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings, run_check
@@ -170,3 +171,32 @@ class TestProcesses:
     def test_a_process_gets_its_variables_and_its_answer_is_read(self):
         found = apart.found_apart("machine", True, MLX_PAGED_ATTENTION="gather")
         assert "gathered blocks, MLX's attention" in found.numbers["attention"]
+
+
+class TestBuffers:
+    def test_a_step_is_timed_in_a_process_of_each_length(self, monkeypatch):
+        seen = []
+
+        def apart(name, quick, **environment):
+            seen.append((name, environment))
+            numbers = {"step_ms": 2.0 if environment[OPERATIONS] == "40" else 1.5}
+            return Findings(name, numbers=numbers)
+
+        monkeypatch.setattr(buffers, "found_apart", apart)
+        found = Findings("speed")
+        buffers.compare_buffers(found, True)
+        assert seen == [("step", {OPERATIONS: each}) for each in ("40", "1000")]
+        assert found.numbers["step_ms_by_operations"] == {"40": 2.0, "1000": 1.5}
+        assert found.lines[-1] == f"{OPERATIONS}=1000 is the faster one here"
+
+    def test_a_process_that_fails_is_told(self, monkeypatch):
+        failed = Findings("step", failures=["step: no answer"])
+        monkeypatch.setattr(buffers, "found_apart", lambda *_, **__: failed)
+        found = Findings("speed")
+        buffers.compare_buffers(found, True)
+        assert found.failures == ["step: no answer"] * 2 and not found.numbers
+
+    @pytest.mark.slow
+    def test_the_step_has_a_time(self):
+        found = apart.found_apart("step", True, **{OPERATIONS: "40"})
+        assert found.ok and found.numbers["step_ms"] > 0
