@@ -11,12 +11,20 @@ from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array, common_prefixes
 from mlx_paged.kv.pool import as_int32
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
 from mlx_paged.sampling.sampler import PendingTokens
 from mlx_paged.scheduler.step import Span
 
 SPARE_COLUMNS = 16  # blocks by which the longest sequence may grow before all rows are copied
 FEWEST_SHARED = 64  # of keys in common, over all sequences, that ops are told of
+
+FEWEST_SHARED_BYTES = 1 << 20
+"""What a layer's common keys and values must save of a GPU's reads. Their launch runs beside that
+of the other keys. Both, and the merge, first look for the common keys: eight loads, of which each
+needs the one before, take 4 us at 0.5 us each. In that time a chip of 273 GB/s, a Pro, reads 1 MiB.
+"""
+
 FEWEST_COLUMNS = 32  # of the narrowest bucket: a GPU does not split contexts of 32 x 16 tokens
 
 
@@ -41,6 +49,14 @@ def column_bucket(columns: int) -> int:
     return width
 
 
+def fewest_shared(shapes: Sequence[KVShape]) -> int:
+    """Keys in common, over all sequences, that ops are told of where layers store these shapes."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return FEWEST_SHARED
+    most = max((shape.token_bytes for shape in shapes), default=1)
+    return max(FEWEST_SHARED, -(-FEWEST_SHARED_BYTES // most))
+
+
 class BatchTables:
     """A layer group's block tables of a batch's sequences, on the host and on the device.
 
@@ -55,6 +71,7 @@ class BatchTables:
             entries past a row's end are undefined, and so are those that a window has left.
         padded: whether the arrays have the rows and columns of their buckets.
         cascade: whether sequences with the same first blocks are looked for.
+        fewest_shared: keys in common, over all sequences, that ops are told of.
     """
 
     arrays: list[mx.array]
@@ -66,21 +83,32 @@ class BatchTables:
     _num_appends: int  # to these tables, when they were copied
 
     def __init__(
-        self, allocator: BlockAllocator, group: int = 0, padded: bool = False, cascade: bool = False
+        self,
+        allocator: BlockAllocator,
+        group: int = 0,
+        padded: bool = False,
+        cascade: bool = False,
+        fewest_shared: int = FEWEST_SHARED,
     ) -> None:
         self.group = group
         self.padded = padded
         self.cascade = cascade
+        self.fewest_shared = fewest_shared
         self._allocator = allocator
         self._shared = list[int](), 0, 0, (mx.zeros((2, 0), mx.int32), 0)
         self._take_over([])
 
     @classmethod
     def of_groups(
-        cls, allocator: BlockAllocator, padded: bool = False, cascade: bool = False
+        cls,
+        allocator: BlockAllocator,
+        padded: bool = False,
+        cascade: bool = False,
+        fewest_shared: int = FEWEST_SHARED,
     ) -> list["BatchTables"]:
         """Tables for each layer group."""
-        return [cls(allocator, group, padded, cascade) for group in range(len(allocator.groups))]
+        options = padded, cascade, fewest_shared
+        return [cls(allocator, group, *options) for group in range(len(allocator.groups))]
 
     def update(self, seq_ids: list[int]) -> None:
         """Make these the tables of the sequences `seq_ids` as they are now."""
@@ -110,8 +138,9 @@ class BatchTables:
         return blocks
 
     def shared_prefixes(self, seq_ids: list[int], padding: int) -> tuple[mx.array, int]:
-        """The argument of ``paged_attention`` for these sequences and rows of padding, and the sum
-        of its lengths. It stays while these are the same with the same first blocks."""
+        """The argument of ``paged_attention`` for these sequences and rows of padding, and how many
+        keys they have in common. It stays while these are the same with the same first blocks. It
+        names no key if these are fewer than `fewest_shared`."""
         tables, known = self._allocator.block_tables, self._shared
         if known[:2] != (seq_ids, padding) or self._are_replaced(seq_ids, known[2]):
             found = np.zeros((2, len(seq_ids) + padding), np.int32)
@@ -121,7 +150,10 @@ class BatchTables:
                 common = common_prefixes(entries, lengths)
                 common[1] *= self._allocator.block_size
                 found[:, : len(seq_ids)] = common
-            shared = mx.array(found), int(found[1].sum())
+            num_shared = int(found[1].sum())
+            if num_shared < self.fewest_shared:
+                found[1] = 0
+            shared = mx.array(found), num_shared
             self._shared = known = list(seq_ids), padding, tables.version, shared
         return known[3]
 
@@ -252,7 +284,7 @@ class Batch:
         for of_group in tables:
             prefixes, num_shared = of_group.shared_prefixes(self.seq_ids, self.padding)
             self.shared_keys = max(self.shared_keys, num_shared)
-            is_told = of_group.padded or num_shared >= FEWEST_SHARED
+            is_told = of_group.padded or num_shared >= of_group.fewest_shared
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:
                 forward = Forward(

@@ -23,7 +23,7 @@ from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
-from mlx_paged.runner.batch import Batch, BatchTables, Layout
+from mlx_paged.runner.batch import Batch, BatchTables, Layout, fewest_shared
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
 from mlx_paged.runner.device_errors import (
     note_errors_on,
@@ -110,7 +110,12 @@ class ModelRunner:
         self.compiled: CompiledDecode | None = None
         self.why_plain = self._untraceable = profile.untraceable
         cascade = cascade and pool.n_layers > 0
-        self._new_tables = partial(BatchTables.of_groups, allocator, cascade=cascade)
+        self._new_tables = partial(
+            BatchTables.of_groups,
+            allocator,
+            cascade=cascade,
+            fewest_shared=fewest_shared(pool.shapes),
+        )
         self._tables = self._new_tables()
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:

@@ -9,7 +9,8 @@ import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import BlockTables
-from mlx_paged.runner.batch import SPARE_COLUMNS, BatchTables
+from mlx_paged.kv.shapes import KVShape
+from mlx_paged.runner.batch import FEWEST_SHARED, SPARE_COLUMNS, BatchTables, fewest_shared
 
 BLOCK = 4
 
@@ -185,3 +186,25 @@ def test_whatever_happens_between_steps_the_tables_are_right():
         assert_right(tables, allocator, batch)
         while batch and allocator.store.num_available < 12:
             allocator.free(batch.pop())
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "kv_bits", "keys"),
+    [(8, 128, None, 256), (2, 64, None, 2048), (8, 128, 8, 505), (64, 576, None, FEWEST_SHARED)],
+)
+def test_a_gpu_is_told_of_common_keys_that_are_a_mebibyte(heads, dim, kv_bits, keys, monkeypatch):
+    shape = KVShape(heads, dim, dim, mx.float16, kv_bits=kv_bits)
+    assert fewest_shared([shape]) == FEWEST_SHARED
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert fewest_shared([shape]) == keys
+    assert (
+        keys == FEWEST_SHARED or keys * shape.token_bytes >= 2**20 > (keys - 1) * shape.token_bytes
+    )
+
+
+@pytest.mark.parametrize(("fewest", "told"), [(8, 8), (9, 0)])
+def test_too_few_common_keys_are_not_named(allocator, fewest, told):
+    allocator.fork(0, 3)
+    tables = BatchTables(allocator, padded=True, cascade=True, fewest_shared=fewest)
+    prefixes, num_shared = tables.shared_prefixes([0, 3], 0)
+    assert (num_shared, int(prefixes[1].sum())) == (8, told)
