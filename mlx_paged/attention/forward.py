@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.attention.backend import AttentionBackend, Way, way_of
-from mlx_paged.attention.paths import ANY_NUMBER, FEW_QUERIES, is_fused
+from mlx_paged.attention.paths import ANY_NUMBER, FEW_QUERIES, is_fused, is_fused_if_long
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
     KVHandle,
@@ -322,7 +322,7 @@ class LayerView(AttendingCache):
         layer, sinks = self.layer, query.sinks
         if sinks is not None and not self.forward.is_traced:
             sinks = self._backend.float32(sinks)
-        q = ops.hadamard(query.q) if self.shape.rotates else query.q
+        q = self._transformed(query.q)
         out = ops.attend(
             q,
             [handles[layer] for handles in self.pool.stored],
@@ -336,7 +336,7 @@ class LayerView(AttendingCache):
             sinks=sinks,
             shared_prefixes=shared_prefixes if way.shares else None,
         )
-        return ops.hadamard(out) if self.shape.rotates else out
+        return self._transformed(out)
 
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
@@ -347,7 +347,9 @@ class LayerView(AttendingCache):
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
         mask = causal_mask(queries, num_keys, query.window)
         v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
-        return mlx_attention(query.q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
+        q = self._transformed(query.q)
+        out = mlx_attention(q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
+        return self._transformed(out)
 
     def gathered_chunk(self, query: Query, chunk: Chunk) -> mx.array:
         """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence, by MLX's own
@@ -358,13 +360,15 @@ class LayerView(AttendingCache):
         k, v = self.pool.gather(self.layer, *keys.wanted)
         (_, heads, length, _), mask, num_keys = query.q.shape, keys.mask, k.shape[2]
         parts: list[mx.array] = []
-        rows = length if is_fused(self.shape) else max(32, SCORES // (heads * num_keys))
+        q = self._transformed(query.q)
+        is_whole = is_fused(self.shape) or is_fused_if_long(self.shape, q, mask)
+        rows = length if is_whole else max(32, SCORES // (heads * num_keys))
         for first in range(0, length, rows):
             end = min(first + rows, length)
             seen = num_keys - (length - end)
             parts.append(
                 mlx_attention(
-                    query.q[:, :, first:end],
+                    q[:, :, first:end],
                     k[:, :, :seen],
                     v[:, :, :seen],
                     scale=query.scale,
@@ -372,4 +376,8 @@ class LayerView(AttendingCache):
                     sinks=query.sinks,
                 )
             )
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        return self._transformed(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))
+
+    def _transformed(self, array: mx.array) -> mx.array:
+        """Queries as the layer stores its keys, or outputs back."""
+        return ops.hadamard(array) if self.shape.rotates else array

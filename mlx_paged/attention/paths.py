@@ -22,6 +22,13 @@ LONG_CHUNK = 256
 """On a GPU, chunks from so many tokens on may be gathered: only MLX's own attention uses all matrix
 units of every GPU."""
 
+LONG_CHUNK_OF_UNITS = 64
+"""The same where the GPU has matrix units of its own: the kernel for chunks has none of them."""
+
+FUSED_QUERIES = 1024
+"""MLX's kernel for matrix units takes heads of 256 from so many queries on, without an array as
+mask."""
+
 HEADS_OF_MLX = 64, 72, 80, 96, 128
 """The head dimensions of MLX's fast kernel. Other heads get their scores in memory, which pays on a
 GPU with matrix units of its own: there products are three to four times as fast, elsewhere as fast
@@ -47,12 +54,26 @@ def max_paged_queries_of(shape: KVShape, in_every_layer: int) -> int:
     dims = shape.head_dim, shape.v_head_dim
     if in_every_layer != FEW_QUERIES or not ops.serves_chunks(shape.dtype, *dims):
         return in_every_layer
-    return LONG_CHUNK - 1 if is_fused(shape) or has_matrix_units() else ANY_NUMBER
+    if has_matrix_units():
+        return LONG_CHUNK_OF_UNITS - 1
+    return LONG_CHUNK - 1 if is_fused(shape) else ANY_NUMBER
 
 
 def is_fused(shape: KVShape) -> bool:
     """Whether MLX's fast kernel takes layers of this shape."""
     return shape.head_dim == shape.v_head_dim and shape.head_dim in HEADS_OF_MLX
+
+
+def is_fused_if_long(shape: KVShape, q: mx.array, mask: mx.array | str) -> bool:
+    """Whether MLX's fast kernel takes these queries, because they are many: no scores in memory."""
+    return (
+        shape.head_dim == shape.v_head_dim == 256
+        and q.shape[2] >= FUSED_QUERIES
+        and q.dtype != mx.float32
+        and isinstance(mask, str)
+        and mx.default_device() == mx.gpu
+        and has_matrix_units()
+    )
 
 
 @cache

@@ -204,10 +204,16 @@ class KVPool:
                 self._replace(layer, copied + more, in_place)
 
     def read(
-        self, layer: int, gather: Callable[[mx.array], mx.array], *, as_written: bool = False
+        self,
+        layer: int,
+        gather: Callable[[mx.array], mx.array],
+        *,
+        as_written: bool = False,
+        as_stored: bool = False,
     ) -> tuple[mx.array, mx.array]:
         """A layer's K and V that `gather` takes from an array, in the type of the model; if
-        `as_written`, of latent layers the latents and the rotary keys."""
+        `as_written`, of latent layers the latents and the rotary keys; if `as_stored`, of layers
+        that rotate the Hadamard transforms."""
         shape = self.shapes[layer]
         if shape.latent:
             keys = gather(self.k[layer])
@@ -216,12 +222,15 @@ class KVPool:
             return gather(self.k[layer]), gather(self.v[layer])
         k, v, of_k, of_v = map(gather, self.targets(layer))
         k, v = dequantized(k, of_k, shape.dtype), dequantized(v, of_v, shape.dtype)
-        return (ops.hadamard(k), ops.hadamard(v)) if shape.rotates else (k, v)
+        if as_stored or not shape.rotates:
+            return k, v
+        return ops.hadamard(k), ops.hadamard(v)
 
     def gather(self, layer: int, *wanted: Any) -> tuple[mx.array, mx.array]:
-        """K and V, ``[B, n_kv_heads, num_tokens, head_dim]`` each. `wanted` are the block tables,
-        the number of tokens and, if known, where each head's part of each block is."""
-        return self.read(layer, lambda cache: ops.gather_blocks(cache, *wanted))
+        """K and V as they are stored, ``[B, n_kv_heads, num_tokens, head_dim]`` each. `wanted` are
+        the block tables, the number of tokens and, if known, where each head's part of each block
+        is."""
+        return self.read(layer, lambda a: ops.gather_blocks(a, *wanted), as_stored=True)
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.

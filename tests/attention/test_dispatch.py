@@ -22,6 +22,7 @@ from mlx_paged.attention.paths import (
     ANY_NUMBER,
     FEW_QUERIES,
     LONG_CHUNK,
+    LONG_CHUNK_OF_UNITS,
     PATHS,
     has_matrix_units,
     max_paged_queries,
@@ -215,7 +216,7 @@ def test_on_a_gpu_the_kernel_for_chunks_takes_those_that_mlx_has_no_better_one_f
     gpu("applegpu_g16s")
     assert max_paged_queries_of(shape, FEW_QUERIES) == most
     gpu("applegpu_g17s")
-    most = LONG_CHUNK - 1 if is_served else most
+    most = LONG_CHUNK_OF_UNITS - 1 if is_served else most
     assert max_paged_queries_of(shape, FEW_QUERIES) == most
     for forced in (0, ANY_NUMBER):
         assert max_paged_queries_of(shape, forced) == forced
@@ -350,3 +351,58 @@ def test_a_mask_shows_the_keys_up_to_a_query_and_within_its_window(window, first
     expected = (keys <= queries) & (keys > queries - (window or 100))
     mask = causal_mask(mx.array(queries), 11, window, first)
     np.testing.assert_array_equal(np.array(mask), expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "length", "window", "dtype", "calls"),
+    [
+        ("applegpu_g17s", 1024, None, mx.float16, 1),
+        ("applegpu_g17s", 1023, None, mx.float16, 2),
+        ("applegpu_g17s", 1024, 700, mx.float16, 2),
+        ("applegpu_g17s", 1024, None, mx.float32, 2),
+        ("applegpu_g16s", 1024, None, mx.float16, 2),
+    ],
+)
+def test_long_chunks_of_wide_heads_are_one_call_of_matrix_units(
+    architecture, length, window, dtype, calls, gpu, monkeypatch
+):
+    """MLX's kernel takes 1,024 queries of 256 dimensions, unless a window makes the mask an array.
+    Fewer have their scores in memory, some after the others."""
+    seen = []
+
+    def attention(q, k, v, **options):
+        seen.append(q.shape[2])
+        return q
+
+    monkeypatch.setattr(forward, "mlx_attention", attention)
+    monkeypatch.setattr(forward, "SCORES", 8 * 2048 * 600)
+    pool = KVPool([KVShape(8, 256, 256, dtype)], 128, 16)
+    layer = LayerView(pool, 0, window)
+    chunk = Chunk(0, 2048 - length, length, mx.arange(128))
+    gpu(architecture)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    q = mx.zeros((1, 8, length, 256), dtype)
+    layer.gathered_chunk(Query(q, 1.0, window, None), chunk)
+    assert len(seen) == calls and sum(seen) == length
+
+
+@pytest.mark.parametrize("kv_bits", [8, 6, 4])
+def test_a_gathered_chunk_transforms_its_queries_and_outputs_alone(kv_bits, monkeypatch):
+    shape = KVShape(2, 64, 64, mx.float32).quantized("test", kv_bits)
+    pool, rng = KVPool([shape], 16, 16), np.random.default_rng(0)
+    rows = [mx.array(rng.standard_normal((256, 2, 64), np.float32)) for _ in range(2)]
+    pool.write(0, *rows, mx.arange(256, dtype=mx.int32))
+    q = mx.array(rng.standard_normal((1, 4, 32, 64), np.float32))
+    chunk, layer = Chunk(0, 208, 32, mx.arange(15)), LayerView(pool, 0)
+    k, v = pool.read(0, lambda a: ops.gather_blocks(a, chunk.block_ids[None], 240))
+    want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.125, mask="causal")
+    transformed, hadamard = [], ops.hadamard
+
+    def counted(array):
+        transformed.append(array.shape)
+        return hadamard(array)
+
+    monkeypatch.setattr(ops, "hadamard", counted)
+    got = layer.gathered_chunk(Query(q, 0.125, None, None), chunk)
+    assert transformed == [q.shape, q.shape]
+    np.testing.assert_allclose(np.array(got), np.array(want), atol=2e-6)
