@@ -1,4 +1,4 @@
-// A tile of 32 keys: how the lanes of a simdgroup share its scores and its values.
+// A tile of up to 32 keys: how the lanes of a simdgroup share its scores and its values.
 
 // A lane asks for 64 bytes of keys or values before it uses the first: more would need too many
 // registers. No condition is on a load: keys that nobody sees have the place of a key that is seen.
@@ -25,18 +25,33 @@ constexpr int value_lanes(int vectors) {
   return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
+// Which key of a tile a lane has: those that a simdgroup multiplies at once are neighbours, so that
+// it multiplies the first keys alone if a tile has no more.
+template <int SHARE, int STEPS>
+inline int key_of_lane(int lane) {
+  constexpr int TEAMS = LANES / SHARE;
+  return (lane % SHARE / STEPS * TEAMS + lane / SHARE) * STEPS + lane % STEPS;
+}
+
+// The lane that has a key of a tile.
+template <int SHARE, int STEPS>
+inline int lane_of_key(int key) {
+  constexpr int TEAMS = LANES / SHARE;
+  return key / STEPS % TEAMS * SHARE + key / (STEPS * TEAMS) * STEPS + key % STEPS;
+}
+
 // Which vector of a row is a lane's c-th: pairs of neighbours or single ones.
 template <int STRIDE, int COUNT>
 inline int own_vector(int lane, int c) {
   return COUNT % 2 == 0 ? (c / 2 * STRIDE + lane) * 2 + c % 2 : c * STRIDE + lane;
 }
 
-// Where the keys `first`, `first` + APART, ... of a tile are. Slots of a block are a `stride`
-// apart. If it is 0, keys may be anywhere.
-template <int APART, int STEPS>
+// Where the keys `first`, `first` + APART, ... of a tile are, which lanes have as above. Slots of a
+// block are a `stride` apart. If it is 0, keys may be anywhere.
+template <int APART, int SHARE, int RUN, int STEPS>
 inline void find_keys(uint own_offset, uint stride, int first, thread uint (&offsets)[STEPS]) {
   if (stride > 0 && BLOCK_SIZE % (STEPS * APART) == 0) {
-    const uint run = simd_shuffle(own_offset, ushort(first));
+    const uint run = simd_shuffle(own_offset, ushort(lane_of_key<SHARE, RUN>(first)));
     UNROLL
     for (int i = 0; i < STEPS; i++) {
       offsets[i] = run + uint(i * APART) * stride;
@@ -44,7 +59,8 @@ inline void find_keys(uint own_offset, uint stride, int first, thread uint (&off
   } else {
     UNROLL
     for (int i = 0; i < STEPS; i++) {
-      offsets[i] = simd_shuffle(own_offset, ushort(first + i * APART));
+      const int lane = lane_of_key<SHARE, RUN>(first + i * APART);
+      offsets[i] = simd_shuffle(own_offset, ushort(lane));
     }
   }
 }
@@ -90,22 +106,30 @@ inline void exchange_all(thread float (&sums)[COUNT], int place, int first) {
   }
 }
 
-// The products of the queries with the first `count` keys of a tile: lane i gets those of key i.
+// Keys that a lane multiplies one after the other before it asks for more.
+template <typename T, int VECTORS, int ROWS, int SHARE>
+constexpr int run_of_keys() {
+  constexpr int MOST = key_steps(VECTORS * int(sizeof(typename Held<T>::type)), ROWS);
+  return SHARE < MOST ? SHARE : MOST;
+}
+
+// The products of the queries with the first `count` keys of a tile: a lane gets those of its key.
 // Of the keys that it has asked for, a lane multiplies some at once: more would need too many
 // registers for elements as floats.
 template <int D, int SHARE, int VECTORS, typename T, typename Q, int ROWS>
 inline void multiply_keys(const device T* head, uint own_offset, uint stride, int count, int lane,
                           const threadgroup vec<Q, VECTOR>* queries,
                           thread float (&products)[ROWS]) {
-  constexpr int MOST = key_steps(VECTORS * int(sizeof(typename Held<T>::type)), ROWS);
-  constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
+  constexpr int STEPS = run_of_keys<T, VECTORS, ROWS, SHARE>();
+  constexpr int TEAMS = LANES / SHARE;  // that take as many keys each
   constexpr int AT_ONCE = ROWS > 1 && STEPS > 2 ? 2 : STEPS;
   constexpr int ROUNDS = STEPS / AT_ONCE;
   const int place = lane % SHARE;
   NO_UNROLL
-  for (int step = 0; step < min(SHARE, count); step += STEPS) {
+  for (int step = 0; step * TEAMS < count; step += STEPS) {
     uint offsets[STEPS];
-    find_keys<1>(own_offset, stride, lane - place + step, offsets);
+    const int first = step * TEAMS + lane / SHARE * STEPS;
+    find_keys<1, SHARE, STEPS>(own_offset, stride, first, offsets);
     typename Held<T>::type keys[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {
@@ -146,7 +170,7 @@ inline void multiply_keys(const device T* head, uint own_offset, uint stride, in
 
 // Adds the weighted values of the first `count` keys of a tile. A negative weight means that the
 // row does not see the key, which may then hold anything.
-template <bool IS_FULL, int DV, int SHARE, typename T, int ROWS, int VECTORS>
+template <bool IS_FULL, int DV, int SHARE, int K_SHARE, int RUN, typename T, int ROWS, int VECTORS>
 inline void add_values(const device T* head, uint own_offset, uint stride, int count, int lane,
                        const threadgroup float4* weights, const threadgroup vec<half, 2>* scales,
                        thread float4 (&sums)[ROWS][VECTORS]) {
@@ -159,7 +183,7 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
   NO_UNROLL
   for (int first = team; first - team < count; first += STEPS * TEAMS) {
     uint offsets[STEPS];
-    find_keys<TEAMS>(own_offset, stride, first, offsets);
+    find_keys<TEAMS, K_SHARE, RUN>(own_offset, stride, first, offsets);
     typename Held<T>::type values[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {

@@ -1,20 +1,30 @@
 // Attention of few query rows over a long paged context (decode).
 //
 // One threadgroup computes ROWS query rows that share a KV head, over one split of the context. It
-// uses every loaded key and value for all these rows. A simdgroup takes 32 keys at a time, a tile:
+// uses every loaded key and value for all these rows. A simdgroup takes up to 32 keys at a time, a
+// tile. If there are few keys, tiles are shorter, so that every simdgroup has some:
 // - Each lane finds the place of one key.
 // - Scores: some lanes share a key. They exchange sums until each lane has the scores of one key.
 // - Softmax: each lane has one key. The weights go through threadgroup memory.
 // - Output: the lanes share the columns of the values.
 // At the end the simdgroups are merged; a second kernel merges the splits.
 
-constant constexpr int SIMDGROUPS = 4;
-constant constexpr int THREADS = SIMDGROUPS * LANES;
+constant constexpr int SHORTEST_TILE = 8;
+
+// Keys of a tile, a power of two: as few as give each simdgroup one, but no fewer than it multiplies
+// at once.
+inline int tile_keys(int num_keys, int simdgroups, int at_once) {
+  int keys = max(SHORTEST_TILE, at_once);
+  while (keys < LANES && keys * simdgroups < num_keys) {
+    keys *= 2;
+  }
+  return RETURN_ATTN ? LANES : keys;
+}
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping, query
 // heads replace the KV heads.
-template <typename K, typename V, typename Q, int D, int DV, int ROWS>
-[[kernel, max_total_threads_per_threadgroup(THREADS)]] void paged_attention(
+template <typename K, typename V, typename Q, int D, int DV, int ROWS, int SIMDGROUPS>
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * LANES)]] void paged_attention(
     const device Q* q [[buffer(0)]],
     const device K* k_cache [[buffer(1)]],
     const device V* v_cache [[buffer(2)]],
@@ -37,15 +47,17 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int THREADS = SIMDGROUPS * LANES;
   constexpr int K_LANES = key_lanes(D / VECTOR, ROWS);
   constexpr int V_LANES = value_lanes(DV / VECTOR);
   constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
   constexpr int OUT_VECTORS = DV / VECTOR;
-  // Vectors that a simdgroup has to itself: of all at most 8 KiB, or 9 for values of more than 512
+  // Vectors that a simdgroup has to itself: at most 2 KiB, or 2.25 for values of more than 512
   // elements.
   constexpr int SHARED = ROWS * OUT_VECTORS > LANES ? ROWS * OUT_VECTORS : LANES;
   constexpr int K_STRIDE = K_LANES * K_VECTORS;
+  constexpr int RUN = run_of_keys<K, K_VECTORS, ROWS, K_LANES>();
   threadgroup vec<Q, VECTOR> queries[ROWS * K_STRIDE];
   threadgroup float4 shared[SIMDGROUPS * SHARED];  // weights, later outputs
   constexpr int GROUPS = scale_groups(DV, is_pair<V>());
@@ -106,8 +118,10 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
 
   // The first entry of the table is asked for before the queries.
   const int first_key = begin / LANES * LANES;
-  const int own_base = first_key + int(simdgroup) * LANES;
-  int next_block = block_of(own_base + int(lane), begin, end, table, p);
+  const int own_key = key_of_lane<K_LANES, RUN>(int(lane));
+  const int tile = tile_keys(end - first_key, SIMDGROUPS, RUN * LANES / K_LANES);
+  const int own_base = first_key + int(simdgroup) * tile;
+  int next_block = block_of(own_base + own_key, begin, min(end, own_base + tile), table, p);
 
   for (int i = thread_index; i < ROWS * K_STRIDE; i += THREADS) {
     const int vector = i % K_STRIDE;
@@ -148,11 +162,12 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   threadgroup float4* weights = shared + int(simdgroup) * SHARED;
   threadgroup vec<half, 2>* scales =
       shared_scales + (is_pair<V>() ? int(simdgroup) * LANES * GROUPS : 0);
-  for (int base = own_base; base < end; base += THREADS) {
-    const int key = base + int(lane);
-    const int count = min(LANES, end - base);
+  for (int base = own_base; base < end; base += SIMDGROUPS * tile) {
+    const int key = base + own_key;
+    const int count = min(tile, end - base);
     const int block = next_block;
-    next_block = block_of(key + THREADS, begin, end, table, p);
+    const int next_base = base + SIMDGROUPS * tile;
+    next_block = block_of(next_base + own_key, begin, min(end, next_base + tile), table, p);
     const bool is_valid = block >= 0 && block < p.num_blocks;
     const int slot = key % BLOCK_SIZE;
     float k_scale = 1.0f;
@@ -173,8 +188,8 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
         !HAS_BOOL_MASK && !HAS_FLOAT_MASK;
 
     // Keys that nobody sees get the place of the first that is seen: their scores and values are
-    // dropped. In a tile without ends it begins a run of keys of its block.
-    const bool has_all = base >= begin && base + LANES <= end;
+    // dropped. In a whole tile without ends it begins a run of keys of its block.
+    const bool has_all = tile == LANES && base >= begin && base + LANES <= end;
     const uint number = uint(block) * uint(BLOCK_SIZE) + uint(slot);
     const uint seen = simd_min(is_valid ? number : uint(NOWHERE));
     const int own_block = is_valid ? block : int(seen / uint(BLOCK_SIZE));
@@ -241,11 +256,11 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       }
     }
 
-    weights[lane] = own_weights;
+    weights[own_key] = own_weights;
     if (is_pair<V>()) {
       UNROLL
       for (int g = 0; g < GROUPS; g++) {
-        scales[int(lane) * GROUPS + g] = own_scales[g];
+        scales[own_key * GROUPS + g] = own_scales[g];
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -256,11 +271,11 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       }
     }
     if (is_full) {
-      add_values<true, DV, V_LANES>(v_head, v_offset, v_stride, LANES, int(lane), weights, scales,
-                                    running_out);
+      add_values<true, DV, V_LANES, K_LANES, RUN>(v_head, v_offset, v_stride, LANES, int(lane),
+                                                  weights, scales, running_out);
     } else if (seen != NOWHERE) {
-      add_values<false, DV, V_LANES>(v_head, v_offset, v_stride, count, int(lane), weights, scales,
-                                     running_out);
+      add_values<false, DV, V_LANES, K_LANES, RUN>(v_head, v_offset, v_stride, count, int(lane),
+                                                   weights, scales, running_out);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -346,7 +361,8 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     const long attn_row =
         (long(sequence) * p.num_heads + head) * p.num_tokens + row / p.group;
     device float* own_attn = attn + attn_row * max_keys;
-    for (int key = first_key % THREADS - THREADS + thread_index; key < max_keys; key += THREADS) {
+    const int first_own = first_key % THREADS - THREADS + int(simdgroup) * LANES + own_key;
+    for (int key = first_own; key < max_keys; key += THREADS) {
       const bool is_stored = key >= first_key && key < end;
       if (key >= 0) {
         const float score = is_stored ? own_attn[key] : -INFINITY;

@@ -218,7 +218,7 @@ int affordable_splits(const AttentionInputs& in) {
 }
 
 Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int num_tokens,
-                  int threadgroups, int most_splits) {
+                  int threadgroups, int most_splits, bool has_steps) {
   const int stored_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
   const int visible_keys = most_visible_keys(options, num_tokens, stored_keys);
   if (options.return_attn || visible_keys <= kSplitKeys) {
@@ -232,6 +232,9 @@ Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, in
   // Halves where these would be too few threadgroups for a large GPU. More where they are plenty:
   // each begins with loads that wait for each other, and its results have to be merged.
   int least = num_threadgroups(kSplitKeys) < kManyThreadgroups ? kSplitKeys / 2 : kSplitKeys;
+  if (has_steps && num_threadgroups(kSplitKeys / 2) < kManyThreadgroups / 2) {
+    least /= 2;
+  }
   while (least < kMostSplitKeys && num_threadgroups(least) > kPlentyOfThreadgroups) {
     least *= 2;
   }
@@ -246,16 +249,22 @@ LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& o
   const std::string type = metal_type(in.q), dim = std::to_string(in.q.shape(3)),
                     v_dim = std::to_string(dim_of(in.v_cache)), rows = std::to_string(g.rows);
   const std::string kernel = g.by_matrices ? "matrix_attention" : "paged_attention";
+  const std::string simdgroups = std::to_string(g.simdgroups);
   LaunchPlan plan;
   plan.kernel =
       kernel + "_" + pool_format(in) + "_" + type + "_d" + dim + "_v" + v_dim + "_r" + rows;
   plan.instantiation = kernel + "<" + metal_type(in.k_cache) + ", " + metal_type(in.v_cache) +
-                       ", " + type + ", " + dim + ", " + v_dim + ", " + rows + ">";
+                       ", " + type + ", " + dim + ", " + v_dim + ", " + rows;
+  if (!g.by_matrices) {
+    plan.kernel += "_s" + simdgroups;
+    plan.instantiation += ", " + simdgroups;
+  }
+  plan.instantiation += ">";
   plan.constants = attention_constants(in, options, g);
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
                in.cu_seqlens ? 1u : static_cast<uint32_t>(in.q.shape(0)),
                static_cast<uint32_t>(g.splits.count)};
-  plan.threadgroup = {128, 1, 1};
+  plan.threadgroup = {static_cast<uint32_t>(32 * g.simdgroups), 1, 1};
   plan.set_params(5, attention_params(in, options, g));
   plan.buffers = attention_buffers(in, options, g.splits);
   return plan;

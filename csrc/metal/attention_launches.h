@@ -29,6 +29,7 @@ struct AttentionGeometry {
   int row_tiles;
   Splits splits;
   bool of_shared = false;  // whether it computes shared keys, or each sequence's own ones
+  int simdgroups = 4;      // of a threadgroup; by matrices always so many
 };
 
 // Splits for whose results there is memory.
@@ -37,9 +38,10 @@ int affordable_splits(const AttentionInputs& in);
 // Depends on shapes and options alone, so equal calls have equal results on every machine:
 // `num_tokens` are the most of a sequence, `threadgroups` those of a split. A window has splits for
 // the keys that it leaves, wherever these are. A threadgroup whose split has no key that its rows
-// see leaves at once, and stores nothing.
+// see leaves at once, and stores nothing. `has_steps`: a threadgroup takes its keys in steps that
+// wait for each other.
 Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int num_tokens,
-                  int threadgroups, int most_splits = kMaxSplits);
+                  int threadgroups, int most_splits = kMaxSplits, bool has_steps = false);
 
 // A launch of either kernel. By matrices it computes the sequences of a ragged batch from
 // num_decodes on, and zeros for the tokens after the last one.

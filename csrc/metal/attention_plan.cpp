@@ -18,6 +18,12 @@ constexpr int kMaxQueryElements = 6400;
 constexpr int kMaxOutputElements = 4096;
 constexpr int kMaxRows = 32;
 
+// Fewer threadgroups than this have twice the simdgroups: a decode waits for memory, not for room.
+// 64 of four simdgroups ask for 512 KiB at once, which is more than any chip moves in 0.5 us.
+constexpr int kFewThreadgroups = 64;
+constexpr int kFewSimdgroups = 4;
+constexpr int kManySimdgroups = 8;
+
 // Chunks of many threadgroups are not split further than to about so many.
 constexpr int kMostThreadgroups = 1024;
 
@@ -87,11 +93,25 @@ bool matrix_takes(const AttentionInputs& in, const AttentionOptions& options) {
          !options.return_attn;
 }
 
-// Whether it computes the call, and faster than the other one.
-bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
+// Whether the other kernel, whose threadgroups have fewer rows, has more simdgroups for the call
+// without a merge, though keys are loaded twice. Only decodes: other calls have few pipelines.
+bool has_few_keys(const AttentionInputs& in, const AttentionOptions& options) {
+  const int heads = in.k_cache.shape(0), group = in.q.shape(1) / heads;
+  const int threadgroups = 2 * heads * in.q.shape(0);
+  return in.q.shape(2) == 1 && group <= 2 * most_shared_rows(in) &&
+         threadgroups < kFewThreadgroups && split_keys(in, options, 1, threadgroups).count == 1;
+}
+
+// Whether it computes the call, and faster than the other one if keys are split.
+bool has_many_rows(const AttentionInputs& in, const AttentionOptions& options) {
   const int group = in.q.shape(1) / in.k_cache.shape(0);
   return matrix_takes(in, options) &&
          (in.cu_seqlens || group * in.q.shape(2) > most_shared_rows(in));
+}
+
+// Whether it computes the call, and faster than the other one.
+bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
+  return has_many_rows(in, options) && (in.cu_seqlens || !has_few_keys(in, options));
 }
 
 AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options,
@@ -103,9 +123,17 @@ AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOpti
   const int most = std::max(1, kMostThreadgroups / std::max(1, threadgroups));
   const int num_tokens = in.cu_seqlens ? in.q.shape(0) - options.num_decodes : in.q.shape(2);
   const Splits splits =
-      split_keys(in, options, num_tokens, threadgroups, is_decode ? most_splits : most);
+      split_keys(in, options, num_tokens, threadgroups, is_decode ? most_splits : most, is_decode);
   const int of_no_sequence = in.cu_seqlens ? 1 : 0;  // for tokens after the last sequence
   return {true, heads, group, rows, row_tiles + of_no_sequence, splits};
+}
+
+// Of a launch of the kernel for few rows, when its splits are known.
+void set_simdgroups(const AttentionInputs& in, AttentionGeometry& g) {
+  const int threadgroups = g.head_slots * g.row_tiles * in.q.shape(0) * g.splits.count;
+  if (!g.by_matrices) {
+    g.simdgroups = threadgroups < kFewThreadgroups ? kManySimdgroups : kFewSimdgroups;
+  }
 }
 
 // Rows of a threadgroup: all rows, rounded up to a power of two, or as many as it may have.
@@ -117,7 +145,9 @@ AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOption
   const int row_tiles = ceil_div(num_rows, rows);
   const int threadgroups = heads * row_tiles * in.q.shape(0);
   const Splits splits = split_keys(in, options, in.q.shape(2), threadgroups, most_splits);
-  return {false, heads, group, rows, row_tiles, splits};
+  AttentionGeometry g{false, heads, group, rows, row_tiles, splits};
+  set_simdgroups(in, g);
+  return g;
 }
 
 // The geometry that a call of its own has.
@@ -194,9 +224,13 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   }
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
+    if (has_many_rows(decodes, options)) {
+      rows = matrix_geometry(decodes, options, kMaxSplits);
+    }
     const int row_tiles = chunks.row_tiles - 1;  // without that of the tokens after the last one
     rows.splits = split_keys(in, options, 1, chunks.head_slots * row_tiles);
     rows.splits.stored = chunks.splits.stored = std::max(rows.splits.count, chunks.splits.count);
+    set_simdgroups(decodes, rows);
     return with_merge(
         {attention_launch(in, options, chunks), attention_launch(decodes, options, rows)}, in,
         options, rows.splits, chunks.splits);

@@ -17,7 +17,7 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT, MOST_TOGETHER
+from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT, MOST_TOGETHER, SEQUENCES, widths_of
 
 NUM_BLOCKS = 2
 SHARING = range(2, MOST_TOGETHER + 1)
@@ -83,7 +83,7 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged:
     windows = dict.fromkeys([kind.window, kind.window and LONG_CONTEXT])
     variants = [{"scale": 1.0, "window": window, "sinks": sinks} for window in windows]
     scales = {name: arrays[0] for name, arrays in pool.scales.items()}
-    columns = 1, max(1, LONG_CONTEXT // block_size)
+    columns = widths_of(block_size)
     dispatched: set[str] = set()
 
     def dispatch(op: Callable[..., Any], q: mx.array, **arrays: mx.array) -> None:
@@ -97,19 +97,19 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged:
     in_chunks = ops.serves_chunks(kind.q_dtype, shape.head_dim, shape.v_head_dim)
     in_chunks &= bool(scales) or kind.q_dtype == shape.dtype
     lengths = (1, LENGTHS[-1])[: 1 + in_chunks] if only_ragged else LENGTHS
-    for num_blocks, length in product(columns, lengths):
-        q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
-        tables = mx.zeros((1, num_blocks), mx.int32)
-        arrays = {"block_tables": tables, "context_lens": mx.ones((1,), mx.int32)}
+    for num_blocks, length, count in product(columns, lengths, SEQUENCES):
+        q = mx.zeros((count, kind.num_heads, length, shape.head_dim), kind.q_dtype)
+        tables = mx.zeros((count, num_blocks), mx.int32)
+        arrays = {"block_tables": tables, "context_lens": mx.ones((count,), mx.int32)}
         if length == 1 or not only_ragged:
             dispatch(ops.paged_attention, q, **arrays)
-        if in_chunks:
+        if in_chunks and count == 1:
             arrays["cu_seqlens"] = as_int32([0, length])
             dispatch(ops.paged_attention_varlen, q.transpose(2, 1, 0, 3), **arrays)
-    for count in SHARING:
+    for count, num_blocks in product(SHARING, columns[1:]):
         q = mx.zeros((count, kind.num_heads, 1, shape.head_dim), kind.q_dtype)
         arrays = {
-            "block_tables": mx.zeros((count, columns[1]), mx.int32),
+            "block_tables": mx.zeros((count, num_blocks), mx.int32),
             "context_lens": mx.ones((count,), mx.int32),
             "shared_prefixes": mx.zeros((2, count), mx.int32),
         }

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -30,6 +31,9 @@ MOST_TOGETHER = 32
 """Sequences whose shared keys a threadgroup computes, at most."""
 
 SHORT_CONTEXT, LONG_CONTEXT = 512, 8192  # tokens; longer contexts may be split over threadgroups
+
+SEQUENCES = 1, 64
+"""Sequences of calls: calls of few threadgroups and of many have pipelines of their own."""
 
 _Rows = tuple[tuple[int, ...], mx.Dtype]  # of a block: shape and type
 
@@ -221,15 +225,22 @@ def _take_attention(
         strict=False,
     ):
         given[name] = value if is_given else None
-    q = _zeros((sequences, heads, length, head_dim), dtype)
+    counts = SEQUENCES if sequences == 1 and not ragged else (sequences,)
     if sequences > 1:
         given["shared_prefixes"] = _zeros((2, sequences), mx.int32)
-    if ragged:
-        q, given["cu_seqlens"] = q.transpose(2, 1, 0, 3), mx.array([0, length], mx.int32)
-    widths = (1, -(-LONG_CONTEXT // k.shape[2]))[: 1 + is_long]
-    tables = [_zeros((sequences, width), mx.int32) for width in widths]
-    lens, plan = _zeros((sequences,), mx.int32), _ext.metal.plan_attention
-    return all([_compile(plan, q, k, v, table, lens, **given) for table in tables])
+    answers = []
+    for count, width in product(counts, widths_of(k.shape[2])[: 3 if is_long else 1]):
+        q = _zeros((count, heads, length, head_dim), dtype)
+        if ragged:
+            q, given["cu_seqlens"] = q.transpose(2, 1, 0, 3), mx.array([0, length], mx.int32)
+        arrays = q, k, v, _zeros((count, width), mx.int32), _zeros((count,), mx.int32)
+        answers.append(_compile(_ext.metal.plan_attention, *arrays, **given))
+    return all(answers)
+
+
+def widths_of(block_size: int) -> tuple[int, int, int]:
+    """Columns of block tables whose keys are not split, are split in few parts, and in many."""
+    return 1, SHORT_CONTEXT // block_size + 1, -(-LONG_CONTEXT // block_size)
 
 
 @cache

@@ -142,9 +142,10 @@ spilled register is kept in memory). 54 registers would leave none for addresses
 
 {second_text()}
 
-Each of the four simdgroups of a threadgroup merges through threadgroup memory of its own. At D 128
-and groups of four these are 9,360 bytes together, so six threadgroups fit into 60 KiB. Registers
-allow fewer.
+Each simdgroup of a threadgroup merges through threadgroup memory of its own. At D 128 and groups of
+four the four simdgroups have 9,360 bytes together, so six threadgroups fit into 60 KiB. Registers
+allow fewer. A decode of fewer than 64 threadgroups has eight simdgroups in each, and 17,680 bytes:
+[decodes of few rows](metal-few-rows.md) has the times of such calls with the latency of memory.
 
 The tables have the kernels that MLX 0.32.4 launches. MLX takes two passes if there are fewer KV
 heads than query heads and 4,096 keys or more. On a Max or an Ultra it always takes two passes from

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from mlx_paged import Engine
+from mlx_paged.command_buffers import MANY
 from tests.gpu_order.model.backend import Report, judge
 from tests.gpu_order.model.knockouts import unregistered
 from tests.gpu_order.model.pool_ops import ROLES
@@ -31,6 +32,38 @@ def trace(pool_elements: int) -> Sequence[Event]:
 def judged(before_the_fix: bool, pool_elements: int = POOL) -> Report:
     change = unregistered(*ROLES) if before_the_fix else unregistered()
     return judge([change(event) for event in trace(pool_elements)])
+
+
+MODELS = {
+    "Llama 3.2 1B": ("llama", 16),
+    "Llama 3.1 8B": ("llama", 32),
+    "Qwen2.5 0.5B": ("qwen2", 24),
+    "Qwen2.5 7B": ("qwen2", 28),
+    "Qwen3 0.6B": ("qwen3", 28),
+    "gpt-oss 20B": ("gpt_oss", 24),
+    "Gemma 3 4B": ("gemma3_text", 34),
+    "Mixtral 8x7B": ("mixtral", 32),
+}
+"""Architectures and layers of eight models. Their tensors here are small."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_with_many_operations_a_decode_is_one_command_buffer(name):
+    """But for buffers that elements end, which depend on the sizes of a model's tensors. A chunk
+    has few more."""
+    model_type, layers = MODELS[name]
+    events: list[Event] = []
+    with Tracer(events.append, 0).installed():
+        model = tiny_model(model_type, num_hidden_layers=layers)
+        Engine(model, num_blocks=16, prewarm=False).generate([[*range(1, 33)]], max_tokens=2)
+    (chunk, *_, decode), (long_chunk, *_, long_decode) = (
+        judge(events, max_ops=operations).commits for operations in (40, MANY)
+    )
+    print(f"{name}: a decode {decode.total()} and {long_decode.total()} command buffers,")
+    print(f"a chunk {chunk.total()} and {long_chunk.total()}")
+    assert long_decode == {"eval": 1} and decode["operations"] >= 2
+    assert long_chunk.total() <= 4 < chunk.total()
 
 
 @pytest.mark.slow

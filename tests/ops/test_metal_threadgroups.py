@@ -34,10 +34,11 @@ def counted(
     return metal.trace.stats
 
 
-def one_key(group: int, head_dim: int, v_head_dim: int) -> LaunchStats:
+def one_key(group: int, head_dim: int, v_head_dim: int, sequences: int = 1) -> LaunchStats:
     """A KV head's queries over a context of one key, which a single simdgroup loads."""
-    (stats,) = counted([1], group, head_dim, v_head_dim)
-    assert stats.threadgroups == 1
+    (stats,) = counted([1] * sequences, group, head_dim, v_head_dim)
+    assert stats.threadgroups == sequences
+    assert stats.threads // sequences == 32 * (8 if sequences < 64 else 4)
     return stats
 
 
@@ -54,15 +55,17 @@ def test_a_lane_holds_at_most_20_elements_of_a_key_or_value(head_dim, v_head_dim
 @pytest.mark.parametrize(
     ("group", "dim"), [(1, 64), (4, 64), (2, 128), (4, 128), (1, 256), (2, 256), (1, 512)]
 )
-def test_a_threadgroup_waits_after_its_queries_and_before_it_merges(group, dim):
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_a_threadgroup_waits_after_its_queries_and_before_it_merges(sequences, group, dim):
     """A simdgroup's outputs overwrite its own weights, so that it need not wait for others."""
-    stats = one_key(group, dim, dim)
-    assert stats.barriers == 2
-    weights = 4 * 32 * 4 * 4
-    outputs = 4 * group * dim * 4
+    stats = one_key(group, dim, dim, sequences)
+    assert stats.barriers == 2 * sequences
+    simdgroups = stats.threads // sequences // 32
+    weights = simdgroups * 32 * 4 * 4
+    outputs = simdgroups * group * dim * 4
     queries = group * dim * 2
     no_scales = 16  # an array may not be empty
-    sums = 4 * group * 2 * 4
+    sums = simdgroups * group * 2 * 4
     assert stats.threadgroup_bytes == queries + max(weights, outputs) + sums + no_scales
 
 
