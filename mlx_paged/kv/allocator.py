@@ -307,9 +307,10 @@ class BlockAllocator:
         """Let later texts begin with the sequence's newest state, if its block is registered."""
         sequence = self._sequence(seq_id)
         states = sequence.states
-        if states.newest == EMPTY or states.is_cached:
+        newest, before = states.newest, states.cached
+        if newest == EMPTY or (before is not None and before.position == newest.position):
             return
-        snapshot = Snapshot(states.newest.position, state=states.newest.id, before=states.snapshot)
+        snapshot = Snapshot(newest.position, state=newest.id, before=before)
         if self.prefixes.keep(sequence, tokens, snapshot):
             self.states.hold(snapshot.state)
 

@@ -66,12 +66,10 @@ class SequenceStates:
         return None if self.last_snapshot is None else self.last_snapshot()
 
     @property
-    def is_cached(self) -> bool:
-        """Whether the prefix cache has the newest state."""
+    def cached(self) -> Snapshot | None:
+        """The latest snapshot of its text, if the prefix cache has it."""
         snapshot = self.snapshot
-        if snapshot is None or snapshot.key is None:
-            return False
-        return snapshot.position == self.newest.position
+        return None if snapshot is None or snapshot.key is None else snapshot
 
 
 class StateIds:
