@@ -28,6 +28,10 @@ CONTEXTS = (1, 70, 33)
 LONG_CONTEXTS = (700, 3, 290)
 """Context lengths; the Metal kernels split long ones and merge the parts."""
 
+CROWDS = {"crowd": 22, "long-crowd": 4}
+"""Options in which the sequences come so many times: calls of 64 threadgroups or more have kernels
+of their own."""
+
 SHARED = "long-shared"
 """The option of a variant whose two longest sequences begin with the same blocks."""
 PREFIX_KEYS = 256
@@ -41,7 +45,7 @@ FAINT = (2.0**-12, 0.0), (2.0**-13, 0.0012)
 """Factors and offsets of some keys and values in quantized pools. The scales of these rows are
 denormal in float16: a GPU could take them for zeros."""
 
-QUICK_STEP = 11
+QUICK_STEP = 13
 """A quick check takes every so many-th variant. No number of values above is a multiple of it."""
 
 
@@ -117,6 +121,7 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     Tables name blocks in random order. NaN fills every slot that no sequence has."""
     rng, shape, block_size = variant.rng(), variant.shape, variant.block_size
     contexts = np.array(LONG_CONTEXTS if variant.option.startswith("long") else CONTEXTS, np.int32)
+    contexts = np.tile(contexts, CROWDS.get(variant.option, 1))
     columns = -(-int(contexts.max()) // block_size)
     num_blocks = len(contexts) * columns
     tables = rng.permutation(num_blocks).reshape(len(contexts), columns).astype(np.int32)
@@ -232,6 +237,7 @@ OPTIONS: dict[str, Option] = {
         "kv_head_mapping": rng.integers(0, shape.n_kv_heads, sizes[1]).astype(np.int32)
     },
     "many": _many,
+    **dict.fromkeys(CROWDS, lambda rng, sizes, shape: {}),
     SPOILED[0]: _nan_sink,
     SPOILED[1]: _nan_sink,
 }

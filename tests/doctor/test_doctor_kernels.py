@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import ops
+from mlx_paged import _ext, ops
 from mlx_paged.doctor import apart, float64, kernels
 from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings
@@ -107,6 +107,16 @@ class TestVariants:
     def test_there_is_every_option_with_every_head_dimension(self):
         seen = {(v.option, v.dtype, v.heads, v.tokens) for v in VARIANTS if v.op == "attention"}
         assert len(seen) == len(OPTIONS) * NUM_POOLS * len(TOKENS)
+
+    @pytest.mark.parametrize(
+        ("option", "kernel"),
+        [("plain", "_r4_s8"), ("crowd", "_r4_s4"), ("long", "_r4_s8"), ("long-crowd", "_r4_s4")],
+    )
+    def test_calls_of_few_threadgroups_and_of_many_have_variants(self, option, kernel):
+        arrays, options = attention_call(Variant("attention", "float16", "d64", 16, 4, 1, option))
+        call = _ext.metal.plan_attention(*arrays, scale=1.0, **options)
+        assert call["launches"][0]["kernel"].endswith(kernel)
+        assert (len(call["launches"]) > 1) == option.startswith("long")
 
     def test_names_are_unique(self):
         assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
