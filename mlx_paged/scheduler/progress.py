@@ -2,7 +2,7 @@
 and known. No other file writes the latter. Knows no mlx."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
 
@@ -26,6 +26,7 @@ class Planning:
     copies: list[BlockCopy] = field(default_factory=list)
     work: StepWork = field(default_factory=StepWork)  # of the spans
     prompt_tokens: int = 0
+    is_plain: bool = True
     draft_seconds: float = 0.0
     scores: bool = False
     # Ids of all requests that are computed, forked or preempted in this step.
@@ -37,6 +38,7 @@ class Planning:
     def add(self, span: Span) -> None:
         """Compute a span."""
         self.spans.append(span)
+        self.is_plain = False
         self.scores = self.scores or span.request.prompt_logprobs is not None
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
@@ -89,6 +91,7 @@ class Planning:
             released=released,
             work=self.work,
             prompt_tokens=self.prompt_tokens,
+            is_plain=self.is_plain,
             draft_seconds=self.draft_seconds,
             is_read_first=is_read_first,
             scores=self.scores,
@@ -151,11 +154,12 @@ class Progress:
     def launch(self, step: Step) -> None:
         """Count the tokens that a launched step chooses as under way."""
         self.num_under_way += 1
-        for span in step.spans:
-            if span.samples:
-                span.request.num_in_flight += 1 + len(span.drafts)
-                for fork in span.forks:
-                    fork.num_in_flight += 1
+        if step.is_plain:
+            for span in step.spans:
+                span.request.num_in_flight += 1
+            return
+        for request in _choosing(step):
+            request.num_in_flight += 1
 
     def foresee(self, request: Request) -> None:
         """The next token of a request is known: the step under way, if any, chooses it in vain."""
@@ -168,17 +172,20 @@ class Progress:
         count: those of requests that go on, up to a request's first wrong draft."""
         step, foreseen = report.step, self._foreseen
         self.num_under_way -= 1
-        for span in step.spans:
-            if span.samples:
-                span.request.num_in_flight -= 1 + len(span.drafts)
-                for fork in span.forks:
-                    fork.num_in_flight -= 1
+        if step.is_plain:
+            for span in step.spans:
+                span.request.num_in_flight -= 1
+        else:
+            for request in _choosing(step):
+                request.num_in_flight -= 1
         report.choices = [each for each in report.choices if not each.request.finish_reason]
         if foreseen:
             self._foreseen, ids = [], {request.id for request in foreseen}
             for request in foreseen:
                 request.num_in_flight += 1
             report.choices = [each for each in report.choices if each.request.id not in ids]
+        if step.is_plain:
+            return
         drafted = {span.request.id: span for span in step.spans if span.drafts}
         if drafted:
             report.choices = self._verified(report, drafted)
@@ -207,6 +214,14 @@ class Progress:
             request.num_accepted += right
             report.verified.append((request, count, right))
         return kept
+
+
+def _choosing(step: Step) -> Iterator[Request]:
+    """The request of each token that a step chooses."""
+    for span in step.spans:
+        if span.samples:
+            yield from repeat(span.request, 1 + len(span.drafts))
+            yield from span.forks
 
 
 def append_token(choice: SampledToken) -> TopLogprobs:

@@ -110,6 +110,7 @@ class Step:
     released: Sequence[int] = ()
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
+    is_plain: bool = False  # whether each span chooses one token of its request
     draft_seconds: float = 0.0  # that its drafts took before it was launched
     is_read_first: bool = False  # whether it must be read before the next step is planned
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
