@@ -126,7 +126,8 @@ VERBS = {
         *("add", "check_fits", "schedule", "commit", "complete", "recover", "clear", "fork"),
         *("begun", "settle", "foresee", "copies_done", "take_released", "discard"),
         *("forget_cached", "leave_tier", "park", "unpark", "release", "levels"),
-        *("blocks_in_use", "gives_several", "has_tier"),
+        *("blocks_in_use", "gives_several", "has_tier", "tier_metrics", "refcount_histogram"),
+        *("copies_when_idle", "has_more_copies", "keep_copies"),
     }
 }
 """What other rooms may call of an object; all else of the object is internal to its room."""

@@ -207,14 +207,14 @@ class StepPipeline(Generic[LaunchedT]):
         """Copy some blocks out of the pool, unless a step is under way; whether there are more."""
         if self.busy:
             return False
-        stores = self._scheduler.tier.copies_when_idle()
+        stores = self._scheduler.copies_when_idle()
         try:
             if stores:
                 self._put([_Copies(stores, self.runner.transfer(stores, ()))])
         except Exception as error:  # of no request; any of the K/V may be wrong
             self.recover(Fault([], error))
             return False
-        return self._scheduler.tier.has_more()
+        return self._scheduler.has_more_copies()
 
     def _put(self, copies: Sequence[_Copies]) -> None:
         """Give the tier what has been copied."""
@@ -222,7 +222,7 @@ class StepPipeline(Generic[LaunchedT]):
             if each.wait is not None:
                 each.wait()
         for each in copies:
-            self._scheduler.tier.put(each.stores)
+            self._scheduler.keep_copies(each.stores)
 
 
 @contextmanager

@@ -220,7 +220,7 @@ class TickRecorder:
     def metrics(self) -> dict[str, Any]:
         """Counters, current levels and a summary of the latest ticks, as JSON values."""
         stats, levels = self._stats, self._scheduler.levels()
-        histogram = self._scheduler.allocator.store.refcount_histogram()
+        histogram = self._scheduler.refcount_histogram()
         return {
             **stats.as_dict(),
             **self._config.log.summary(),
@@ -228,7 +228,7 @@ class TickRecorder:
             "waiting": levels.waiting,
             "blocks_in_use": levels.blocks_in_use,
             "blocks_cached": levels.blocks_cached,
-            "kv_disk": self._scheduler.tier.metrics(),
+            "kv_disk": self._scheduler.tier_metrics(),
             "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
             "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
             "tokens_by_phase": {

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.kv.blocks import BlockTransfer, OutOfBlocksError
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
@@ -206,6 +207,18 @@ class Scheduler(Places):
                 self.waiting.push(request)
             self._isolated[request.id] = request
 
+    def copies_when_idle(self) -> list[BlockTransfer]:
+        """Blocks to copy out of the pool now, while no step is under way."""
+        return self.tier.copies_when_idle()
+
+    def has_more_copies(self) -> bool:
+        """Whether an idle engine should copy more blocks."""
+        return self.tier.has_more()
+
+    def keep_copies(self, copied: Sequence[BlockTransfer]) -> None:
+        """Keep blocks that were copied out of the pool."""
+        self.tier.put(copied)
+
     def leave_tier(self) -> None:
         """Close the tier; requests that waited for it wait in the queue."""
         tier, self.tier, self.has_tier = self.tier, NoTier(), False
@@ -228,6 +241,14 @@ class Scheduler(Places):
     @property
     def blocks_in_use(self) -> int:
         return self.allocator.store.blocks_in_use
+
+    def tier_metrics(self) -> dict[str, Any] | None:
+        """The counters of the tier as plain JSON values; None if there is no tier."""
+        return self.tier.metrics()
+
+    def refcount_histogram(self) -> dict[int, int]:
+        """How many blocks have each number of references."""
+        return self.allocator.store.refcount_histogram()
 
     def levels(self) -> Levels:
         """What is held at present, and what has been done so far."""

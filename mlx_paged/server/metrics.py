@@ -109,7 +109,7 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         (COUNTER, "vllm:prefix_cache_queries", vllm, {model: queries}, MODEL),
         (COUNTER, "vllm:prefix_cache_hits", vllm, {model: stats.prefix_hit_tokens}, MODEL),
     ]
-    disk = engine.scheduler.tier.metrics()
+    disk = engine.scheduler.tier_metrics()
     if disk is not None:
         rows += [(COUNTER, f"kv_disk_{name}", KV_DISK[name], disk[name]) for name in KV_DISK]
         lost = "Records that were not trusted or not written."
