@@ -184,12 +184,14 @@ class LayerView(AttendingCache):
     def append(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle] | None:
         """Write K/V of the forward, and return handles as `keys_and_values`; None, and nothing is
         written, if one call cannot do both."""
+        if self.is_latent or ops.is_transforming():  # what is asked within one is not kept
+            return None
         forward, pool, layer = self.forward, self.pool, self.layer
         slots = forward.slot_mapping
         assert slots is not None
         kind, writes = (keys.dtype, mx.default_device() == mx.cpu), self._backend.writes
         if kind not in writes:
-            writes[kind] = not self.is_latent and pool.writes_in_place(layer, keys, slots)
+            writes[kind] = pool.writes_in_place(layer, keys, slots)
         if not writes[kind]:
             return None
         tables = forward.block_tables if forward.row_tables is None else forward.row_tables
@@ -255,12 +257,12 @@ class LayerView(AttendingCache):
     def _way(self, query: Query) -> Way:
         """What computes the query: asked once for each kind of call."""
         q, ways = query.q, self._backend.ways
-        options = query.window, query.sinks
+        options = query.window is None, query.sinks is None
         width, columns, num_sharing = size = self.forward.size
         is_long = width * self._block_size > SHORT_CONTEXT
         kind = (
-            *(q.dtype, q.shape[1], options[0] is None, options[1] is None, is_long),
-            *(columns, num_sharing, self._few_queries, mx.default_device() == mx.cpu),
+            *(q.dtype, q.shape[1], options, is_long, columns, num_sharing),
+            *(self._few_queries, mx.default_device() == mx.cpu),
         )
         way = ways.get(kind)
         if way is None:
