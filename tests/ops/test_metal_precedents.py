@@ -43,6 +43,7 @@ FORMS = {
     "optional argument": r"\[\[buffer\(\d+\), function_constant\(HAS_\w+\)\]\]",
     "optional argument by a constant that is made of others": r"function_constant\(WHOLE\)",
     "thread limit by a constant outside of functions": r"max_total_\w+\(THREADS\)",
+    "thread limit by arguments of a template": r"max_total_\w+\(SIMDGROUPS \* LANES\)",
     "instance of a kernel template": r"\]\] \[\[kernel\]\] decltype\(",
     "loop over a halved ushort": r"for \(ushort step = TEAM / 2; step > 0; step /= 2\)",
     "private array of matrices": r"simdgroup_matrix<float, 8, 8> outputs\[",
