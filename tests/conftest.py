@@ -37,6 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     case in n, rounded down: a test with one case is not in it, nor is one that is marked ``slow``.
     "others" are the cases that the sample lacks. Of these, `--one-in` N runs all cases of a test or
     none. A test that the command line names by ``::`` runs with all its cases."""
+    for item in items:
+        if " at 0x" in item.nodeid:  # the address differs between the workers of pytest-xdist
+            raise pytest.UsageError(f"{item.nodeid}: expected an id without an address")
     wanted, one_in = config.getoption("--cases"), config.getoption("--one-in")
     if any("::" in argument for argument in config.args):
         return

@@ -46,7 +46,7 @@ def first_seen(kind: LayerKind, position: int) -> int:
     return position - position % kind.size if isinstance(kind, Sections) else 0
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: type(kind).__name__)
 def test_a_kind_keeps_what_its_queries_see(kind):
     """Those of the next token, and of the token before it, which may be computed again."""
     for position in range(1, 60):
@@ -89,7 +89,7 @@ def course(engine: EngineCore) -> list[list[int]]:
     return [completion.tokens for _, completion in sorted(done.items())]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: type(kind).__name__)
 def test_an_engine_follows_a_kind(kind):
     """The runner notes a violation if a token that a query sees is not in the kind's blocks."""
     expected = course(engine_with((LayerGroup(),), 400))
