@@ -100,9 +100,11 @@ class DraftModel:
             drafts = self._drafts(by_id, requests)
         except DeviceError as error:  # of any model: the engine recovers from it
             LOGGER.warning("no drafts of this step: %s", error)
+            self._give_up_sequences()
         except Exception as error:
             LOGGER.warning("the draft model failed, and no more drafts are made: %s", error)
             self._has_failed = True
+            self._give_up_sequences()
         self.seconds = time.perf_counter() - started
         per_draft = (self.seconds - self._trace_seconds) / max(depths)
         before = self.seconds_per_draft or per_draft
@@ -110,7 +112,9 @@ class DraftModel:
         return [drafts.get(request.id, []) for request in requests]
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        known = self._drafted[request.id]
+        known = self._drafted.get(request.id)
+        if known is None:  # a later step failed
+            return
         known.num_right = accepted
         for is_right in [1] * accepted + [0] * (accepted < drafted):
             known.share += RATE * (is_right - known.share)
@@ -129,11 +133,16 @@ class DraftModel:
             self._allocator.free(own.id)
 
     def recover(self) -> None:
+        self._give_up_sequences()
+        self._runner.recover()
+
+    def _give_up_sequences(self) -> None:
+        """Keep no sequence of a step that failed: what is planned of the sequences was perhaps not
+        computed."""
         for request_id in self._drafted:
             self._allocator.free(request_id)
         self._drafted.clear()
         self._allocator.forget_prefixes()
-        self._runner.recover()
 
     def _drafts(self, depths: dict[int, int], requests: list[Request]) -> dict[int, list[int]]:
         """Drafts of at most these depths by request id, one step of the model for each."""

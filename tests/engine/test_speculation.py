@@ -324,6 +324,29 @@ def test_a_draft_model_that_fails_ends_no_request(caplog):
     assert "the draft model failed" in caplog.text and "division by zero" in caplog.text
 
 
+@pytest.mark.parametrize("part", ["launch", "collect"])
+@pytest.mark.parametrize("model_type", ["llama", "lfm2"])
+def test_a_draft_model_that_fails_later_ends_no_request(model_type, part, caplog):
+    """What was planned of its sequences in the step that failed was not computed."""
+    model = tiny_model("llama")
+    engine = drafted_by(tiny_model(model_type), model)
+    runner, calls = engine.scheduler.speculation.drafter.pooled.runner, []
+    compute = getattr(runner, part)
+
+    def failing(*args):
+        calls.append(part)
+        if len(calls) > 6:
+            raise RuntimeError("no memory")
+        return compute(*args)
+
+    setattr(runner, part, failing)
+    params = [completion_params(20)] * 3
+    done = engine.generate(prompts(3), params)
+    check_alone(model, prompts(3), params, done)
+    assert "the draft model failed" in caplog.text
+    engine.scheduler.speculation.drafter.pooled.check_integrity()
+
+
 def test_after_a_fault_the_draft_model_starts_again(monkeypatch):
     model = tiny_model("llama")
     engine = drafted_by(model, model)
