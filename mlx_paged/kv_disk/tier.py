@@ -84,6 +84,7 @@ class KVDiskTier:
         self.leaving: dict[bytes, BlockTransfer] = {}
         self._leaving_bytes = 0
         self._coming: set[int] = set()  # entries that the step being planned fills
+        self._coming_states: set[int] = set()  # ids of states that the step being planned loads
         allocator.store.on_evict = self._leave
         self._fresh = allocator.prefixes.fresh = deque(maxlen=2 * allocator.num_blocks)
 
@@ -124,6 +125,7 @@ class KVDiskTier:
         self.leaving.clear()
         self._leaving_bytes = 0
         self._coming.clear()
+        self._coming_states.clear()
 
     def _leave_early(self, num_bytes: int) -> None:
         while self._fresh and self._leaving_bytes < num_bytes and self.store.has_room:
@@ -146,7 +148,7 @@ class KVDiskTier:
             self.leaving[key] = BlockTransfer(key, group, blocks)
             self._leaving_bytes += self._entry_bytes[group]
         state, key = self._allocator.state_after(known.block), state_key(known.hash)
-        if state and key not in self.store:
+        if state and state not in self._coming_states and key not in self.store:
             self.leaving[key] = BlockTransfer(key, group, (), state=state)
 
     # From the store to the pool
@@ -254,6 +256,7 @@ class KVDiskTier:
                     state = self._allocator.adopt_state(known.parent, known.tokens, position)
                     if state is not None:
                         adopted.append(BlockTransfer(each.key, 0, (), payload, state.id))
+                        self._coming_states.add(state.id)
                 elif each.find(store.prefixes) is None:
                     if store.num_available < self._allocator.groups[group].width:
                         break

@@ -36,7 +36,7 @@ from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_rows import RecurrentRows
+from mlx_paged.runner.recurrent_rows import RecurrentRows, States
 from mlx_paged.runner.recurrent_states import RecurrentStates, left_by, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
 from mlx_paged.sampling.prompt_scores import PromptScores
@@ -119,10 +119,11 @@ class ModelRunner:
         self._tables = self._new_tables()
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
-        """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less
-        time) and if they are right. Return what is traced. No block may be in use."""
+        """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
+        take less time) and if they are right. Return what is traced. No block may be in use."""
         self.why_plain = self._untraceable
-        if wanted is False:
+        # On a GPU a graph has the launches of its bucket: docs/compiled-decodes.md.
+        if not wanted and (wanted is False or mx.default_device() != mx.cpu):
             self.why_plain = "not asked for"
         if self.why_plain is not None:
             return None
@@ -269,10 +270,14 @@ class ModelRunner:
             load_blocks(pool, group, [t for t in loads if t.group == group and t.blocks])
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
         for states in [t for t in stores if t.state]:
-            states.payload = _telling(packed, self.states.copy(states.state))
+            copied = self.states.copy(states.state)
+            self._begin(_arrays_of(copied))  # else the copy waits for the step that follows
+            states.payload = _telling(packed, copied)
         for states in [t for t in loads if t.state]:
             rows, row = states.payload
-            self.states.put(states.state, unpacked(np.asarray(rows)[row].tobytes()))
+            loaded = unpacked(np.asarray(rows)[row].tobytes())
+            self._begin(_arrays_of(loaded))  # another thread may compute the step that reads them
+            self.states.put(states.state, loaded)
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
@@ -432,6 +437,10 @@ class ModelRunner:
         with self._lock, attention_hook(), self.cpu_layers.diverted():
             logits: mx.array = self.model(inputs, cache=self.caches, **more)
         return logits
+
+
+def _arrays_of(states: States) -> list[mx.array]:
+    return [array for layer in states for array in layer if array is not None]
 
 
 def _telling(read: Callable[..., Any], *args: Any) -> Callable[[], Any]:

@@ -141,8 +141,6 @@ class PlanReader:
         cast(_Tokens, request.tokens).tell(start, tokens)
         drafts = tuple(tokens[len(tokens) - num_drafts :])
         stored, reads, leaves = of_states
-        drafts = tuple(tokens[len(tokens) - num_drafts :])
-        stored, reads, leaves = of_states
         states = tuple(State(*state) for state in leaves)
         return Span(
             request, start, stop, bool(samples), tuple(children), drafts, stored, reads, states
