@@ -1,6 +1,7 @@
 """Which way attention takes: the device, the environment and a layer's shape decide."""
 
 import os
+import platform
 import re
 import warnings
 from functools import cache
@@ -24,6 +25,8 @@ units of every GPU."""
 
 LONG_CHUNK_OF_UNITS = 64
 """The same where the GPU has matrix units of its own: the kernel for chunks has none of them."""
+
+MACOS_WITH_UNITS = 26, 2
 
 FUSED_QUERIES = 1024
 """MLX's kernel for matrix units takes heads of 256 from so many queries on, without an array as
@@ -78,7 +81,11 @@ def is_fused_if_long(shape: KVShape, q: mx.array, mask: mx.array | str) -> bool:
 
 @cache
 def has_matrix_units() -> bool:
-    """Whether the GPU has matrix units that MLX uses: the M5 is the first one."""
+    """Whether the GPU has matrix units that MLX uses: the M5 is the first one, and MLX uses its
+    units from macOS 26.2 on (``is_nax_available`` of MLX's ``metal/device.cpp``)."""
+    version = platform.mac_ver()[0]
+    if not version or tuple(map(int, version.split(".")[:2])) < MACOS_WITH_UNITS:
+        return False
     name = re.fullmatch(r"applegpu_g(\d+)(.)", str(mx.device_info().get("architecture")))
     return name is not None and int(name[1]) >= (18 if name[2] == "p" else 17)
 

@@ -283,7 +283,8 @@ class Batch:
         self.shared_keys = 0
         for of_group in tables:
             prefixes, num_shared = of_group.shared_prefixes(self.seq_ids, self.padding)
-            self.shared_keys = max(self.shared_keys, num_shared)
+            if num_shared >= of_group.fewest_shared:
+                self.shared_keys = max(self.shared_keys, num_shared)
             is_told = of_group.padded or num_shared >= of_group.fewest_shared
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:

@@ -139,7 +139,9 @@ class PooledModel:
     ) -> None:
         config, self.plan, self.profile = measured.config, measured.plan, measured.profile
         self.config, self.max_snapshots = config, measured.max_snapshots
-        self.longest_chunk = _longest_chunk(config)
+        # A sequence takes the blocks of its longest chunk in each group that keeps a window.
+        keeps_all = all(group.keeps_all for group in self.plan.groups)
+        self.longest_chunk = _longest_chunk(config) if keeps_all else config.prefill_chunk
         block_size, num_blocks = config.block_size, measured.num_blocks
         self.allocator = make_allocator(
             num_blocks,

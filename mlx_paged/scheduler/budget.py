@@ -13,6 +13,9 @@ ALONE_CHUNK = 2048
 """Prompt tokens of a step at most if nothing else runs or waits, as many as mlx-lm's: each step of
 a prompt gathers all of its K/V again."""
 
+ALONE_SECONDS = 2.0
+"""Predicted seconds at most of such a step, which a request that arrives waits for."""
+
 MOST_SCORED = 64
 """Prompt tokens of a step at most that get a log-probability: each needs a row of logits."""
 
@@ -52,6 +55,15 @@ class ChunkBudget:
     def seconds_to_compute(self, start: int, stop: int) -> float:
         """Predicted seconds of a prompt's tokens ``[start, stop)``; 0: unknown."""
         return self.cost.predict(StepWork.chunk(start, stop - start))
+
+    def alone_chunk(self, longest: int, start: int) -> int:
+        """Prompt tokens, up to `longest`, of a step with nothing but a prompt from position `start`
+        on. If the times of steps are known, more than `prefill_chunk` take ALONE_SECONDS at
+        most."""
+        if not self.learns:
+            return longest
+        least = self.prefill_chunk
+        return self.cost.chunk_within(ALONE_SECONDS, StepWork(), start, longest, least)
 
     def left(self, planning: Planning, request: Request) -> int:
         """How many prompt tokens of `request` the step can still compute."""

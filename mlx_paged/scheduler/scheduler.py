@@ -296,7 +296,9 @@ class Scheduler(Places):
     def _schedule_prompts(self, planning: Planning) -> None:
         """Compute tokens that grammars force, chunks of running prompts, then of waiting ones."""
         if self._alone_chunk and len(self.running) + len(self.waiting) == 1:
-            planning.max_chunk_tokens = self._alone_chunk
+            alone = next(iter(self.running.values()), None) or self.waiting.peek()
+            start = alone.num_computed
+            planning.max_chunk_tokens = self.budget.alone_chunk(self._alone_chunk, start)
         for request in planning.prompts:
             if request.grammar is not None and request.num_computed >= request.num_prompt:
                 self._compute(planning, request)

@@ -1,5 +1,6 @@
 """Both paths of attention give mlx-lm's answer; the device and the environment decide."""
 
+import platform
 import warnings
 from dataclasses import replace
 
@@ -173,9 +174,10 @@ def test_the_environment_overrides_the_device(path, expected, on_a_gpu):
 def gpu(monkeypatch):
     """Says which one MLX finds."""
 
-    def set_architecture(name: str) -> None:
+    def set_architecture(name: str, macos: str = "26.2") -> None:
         has_matrix_units.cache_clear()
         monkeypatch.setattr(mx, "device_info", lambda: {"architecture": name})
+        monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
 
     yield set_architecture
     has_matrix_units.cache_clear()
@@ -192,6 +194,22 @@ def test_which_gpus_have_matrix_units(name, has_units, gpu):
     """Those that MLX uses: the GPU of an M5 is a g17, and `p` stands for phones."""
     gpu(name)
     assert has_matrix_units() == has_units
+
+
+@pytest.mark.parametrize(
+    ("macos", "uses_units"),
+    [
+        ("26.2", True),
+        ("26.3.1", True),
+        ("27.0", True),
+        ("26", False),
+        ("26.1", False),
+        ("15.6", False),
+    ],
+)
+def test_mlx_uses_matrix_units_from_a_version_of_macos_on(macos, uses_units, gpu):
+    gpu("applegpu_g17g", macos)
+    assert has_matrix_units() == uses_units
 
 
 FEW_KV = KVShape(2, 64, 64, mx.float16)

@@ -326,6 +326,23 @@ def test_a_prompt_beside_a_stream_or_another_prompt_takes_short_chunks():
 
 
 @pytest.mark.parametrize(
+    ("seconds_per_token", "sizes"), [(1e-4, [512, 1024, 2048]), (0.01, [512, 512, 512])]
+)
+def test_a_prompt_alone_takes_long_chunks_of_known_time(seconds_per_token, sizes):
+    """A request that arrives waits for the step, so that a step takes two seconds at most."""
+    allocator = BlockAllocator(1000, 16)
+    scheduler = Scheduler(allocator, 8, 512, max_stall=0.1, alone_chunk=2048)
+    scheduler.add(make_request(0, 9000))
+    seen = []
+    for _ in sizes:
+        [span] = run_step(scheduler)
+        seen.append(len(span))
+        work = StepWork.chunk(span.start, len(span))
+        scheduler.budget.observe(work, seconds_per_token * len(span))
+    assert seen == sizes
+
+
+@pytest.mark.parametrize(
     ("chunk", "alone"), [(512, 2048), (128, 512), (16, 64), (4096, 4096), (600, 2048)]
 )
 def test_the_longest_chunk_follows_the_callers(chunk, alone):
