@@ -209,7 +209,8 @@ def _many(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, A
 
 def _nan_sink(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, Any]:
     sinks = normal(rng, sizes[1])
-    sinks[0] = np.nan if shape.kv_bits is None else 0
+    if len(sinks) > 1 and shape.kv_bits is None:  # of one head no result would be a number
+        sinks[0] = np.nan
     return {"sinks": sinks}
 
 
