@@ -20,7 +20,8 @@ def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
     try:
         command_buffers.lengthen()
         status = main()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the shell's `>&-` closes it
+            sys.stdout.flush()
         sys.exit(status)
     except KeyboardInterrupt:
         exit_interrupted(interrupted)

@@ -180,6 +180,8 @@ class PromptEncoder:
         if isinstance(prompt, Prompt):
             if continues and not prompt.is_plain:
                 raise ValueError("[fork] suffix has images: expected text or token ids")
+            if not prompt.tokens:
+                return self._empty(continues)
             self.ids.check_prompt("add_request", prompt.tokens)
             self._advise_length(prompt.tokens)
             return prompt
@@ -197,12 +199,16 @@ class PromptEncoder:
                 self._advise_chat(prompt)
             tokens = list(self.tokenizer.encode(prompt, add_special_tokens=special))
         if not tokens:
-            if continues:
-                return Prompt(tokens)
-            raise ValueError("[add_request] prompt is empty: expected at least one token")
+            return self._empty(continues)
         self.ids.check_prompt("add_request", tokens)
         self._advise_length(tokens)
         return Prompt(tokens)
+
+    def _empty(self, continues: bool) -> Prompt:
+        """An empty prompt, which is allowed only if it continues another one."""
+        if not continues:
+            raise ValueError("[add_request] prompt is empty: expected at least one token")
+        return Prompt([])
 
     def _advise_length(self, tokens: Sequence[int]) -> None:
         """Log once that a prompt leaves no position for a completion. It is computed, as by

@@ -45,7 +45,7 @@ def test_a_model_with_a_chat_template_gets_chats(tmp_path, capsys, monkeypatch):
         (["--num-blocks", "15"], "--num-blocks: expected a whole number >= 16, got 15"),
         (["--model", "huge"], "--model: expected reference, many-kv-heads, tiny or a directory"),
         (["--model", ".", "--num-blocks", "63"], "expected a whole number >= 64, got 63"),
-        (["--model", "tests"], "scripts.soak: error: model tests: cannot be loaded"),
+        (["--model", "tests"], "scripts.soak: error: model tests: it has no config.json"),
         (["--model", str(demo_model_path())], "expected a model with a chat template"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -176,9 +176,9 @@ class TestDifferentLengths:
         assert_matches_float64(any_metal, ragged_case(lengths, head_dim=32, dtype=mx.bfloat16))
 
     def test_decodes_alone_are_a_call_of_one_token_each(self, metal):
-        case = ragged_case([1, 1, 1], num_heads=16, num_kv_heads=2, dtype=mx.float16)
+        case = ragged_case([1, 1, 1], num_heads=32, num_kv_heads=2, dtype=mx.float16)
         assert_matches_float64(metal, case, num_decodes=3)
-        assert metal.trace.kernels == ["matrix_attention_half_half_d64_v64_r8"]
+        assert metal.trace.kernels == ["matrix_attention_half_half_d64_v64_r16"]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("num_decodes", [0, 1])

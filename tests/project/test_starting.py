@@ -201,6 +201,15 @@ def test_a_reader_that_closes_stdout_leaves_no_traceback(way):
     assert (process.returncode, errors) == (1, "")
 
 
+def test_a_command_without_stdout_ends_with_its_status():
+    """As of ``mlx_paged generate --output FILE >&-``."""
+    code = "from mlx_paged.starting import start; start(lambda: 0)"
+    found = subprocess.run(
+        ["sh", "-c", f'{sys.executable} -c "{code}" >&-'], capture_output=True, text=True
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("name", ["generate", "server", "doctor"])
 def test_ctrl_c_while_a_command_starts_leaves_no_traceback(name):
     """Python itself imports nothing of the package before the marker is on stderr."""

@@ -27,7 +27,7 @@ def said(*calls):
 
 WRONG = {
     "role": ({"role": "wizard", "content": "a"}, "messages[1].role", "wizard"),
-    "no role": ({"content": "a"}, "messages[1].role", "None"),
+    "no role": ({"content": "a"}, "messages[1].role", "nothing"),
     "key": ({"role": "user", "contents": "a"}, "messages[1].contents", "contents"),
     "camel": ({"role": "tool", "content": "", "toolCallId": "x"}, "messages[1].toolCallId", "tool"),
     "call": ({"role": "assistant", "tool_call": []}, "messages[1].tool_call", "tool_calls"),

@@ -57,3 +57,10 @@ def test_a_model_of_text_has_no_image_processor():
     model = nn.Linear(2, 2)
     model.processor = model.eyes = print
     assert image_processor(model) is None
+
+
+def test_an_empty_prompt_is_refused_by_name_unless_it_continues():
+    encode = PromptEncoder(None, TokenIds(100, 100, ()))
+    with pytest.raises(ValueError, match=r"\[add_request\] prompt is empty"):
+        encode(Prompt([]))
+    assert encode(Prompt([]), continues=True) == []
