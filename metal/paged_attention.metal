@@ -18,7 +18,10 @@ inline int tile_keys(int num_keys, int simdgroups, int at_once) {
   while (keys < LANES && keys * simdgroups < num_keys) {
     keys *= 2;
   }
-  return RETURN_ATTN ? LANES : keys;
+  if (RETURN_ATTN) {
+    keys = LANES;
+  }
+  return keys;
 }
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping, query

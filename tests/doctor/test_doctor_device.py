@@ -1,6 +1,7 @@
 """The doctor's checks of MLX's own products and of memory, and checks in processes of their own."""
 
 import json
+import platform
 import subprocess
 import threading
 from dataclasses import replace
@@ -52,6 +53,7 @@ class TestProducts:
         monkeypatch.setattr(products, "found_apart", found_apart)
         monkeypatch.setattr(products, "errors_of", lambda dtype, *sizes: {"product": 0.0})
         monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+        monkeypatch.setattr(platform, "mac_ver", lambda: ("26.2", ("", "", ""), "arm64"))
         monkeypatch.setattr(products, "has_matrix_units", has_matrix_units.__wrapped__)
         found = run_check("products", products.check_products, True)
         assert ran == [("products", {products.VARIABLE: "applegpu_g16s"})] * uses
