@@ -268,7 +268,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperatur
     drafted, accepted = engine.stats.drafts, engine.stats.accepted_drafts
     assert drafted > 20 and accepted > 0.95 * drafted
     draft_model = engine.scheduler.speculation.drafter
-    assert not draft_model._shadows and draft_model._allocator.store.blocks_in_use == 0
+    assert not draft_model._drafted and draft_model._allocator.store.blocks_in_use == 0
     draft_model._allocator.check_integrity()
 
 

@@ -139,7 +139,7 @@ class TestAttention:
     def test_grouped_heads_share_a_threadgroup(self, metal, num_heads, num_kv_heads, rows):
         case = random_case([45, 16], num_heads=num_heads, num_kv_heads=num_kv_heads)
         assert_matches_float64(metal, case)
-        assert metal.trace.kernels == [f"paged_attention_float_float_d64_v64_r{rows}"]
+        assert metal.trace.kernels == [f"paged_attention_float_float_d64_v64_r{rows}_s8"]
 
     @pytest.mark.parametrize("num_tokens", [2, 5], ids="L{}".format)
     def test_several_rows_of_a_sequence_are_causal_by_position(self, metal, num_tokens):

@@ -218,7 +218,8 @@ def test_reads_of_the_tile_kernel(kv_bits, dtype, dims):
 @pytest.mark.parametrize("num_tokens", [1, 5, 20], ids=lambda n: f"L{n}")
 @pytest.mark.parametrize("dims", [*DIMS[:3], *DIMS[4:]], ids=str)
 def test_reads_of_the_matrix_kernel(kv_bits, dtype, num_tokens, dims):
-    sizes = {"head_dim": dims[0], "v_head_dim": dims[1], "num_heads": 8, "num_kv_heads": 1}
+    num_heads = 16 if num_tokens == 1 else 8  # groups of eight take the other kernel
+    sizes = {"head_dim": dims[0], "v_head_dim": dims[1], "num_heads": num_heads, "num_kv_heads": 1}
     for contexts in ([20, 45, 70], [700, 33]):
         case = quantized_case(
             kv_bits, contexts, num_tokens=num_tokens, q_dtype=dtype, dtype=mx.float32, **sizes
@@ -305,7 +306,7 @@ SCALES = 17, 18
 @pytest.mark.sampled(12)
 @every_format
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("group", [1, 16])
 def test_reads_load_few_bytes(kv_bits, head_dim, group):
     sizes = {"head_dim": head_dim, "num_heads": group, "num_kv_heads": 1, "spare_columns": 0}
     case = quantized_case(kv_bits, [512, 45], q_dtype=mx.float16, **sizes)
@@ -333,11 +334,11 @@ COUNTS = {
 @pytest.mark.sampled(12)
 @every_format
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [1, 4, 16])
 def test_reads_take_few_more_instructions_than_those_of_float16(kv_bits, head_dim, group):
     sizes = {"head_dim": head_dim, "num_heads": group, "num_kv_heads": 1, "spare_columns": 0}
     case = quantized_case(kv_bits, [512], q_dtype=mx.float16, **sizes)
-    kernel = "matrix_attention" if group == 8 else "paged_attention"
+    kernel = "matrix_attention" if group == 16 else "paged_attention"
     mine = assert_like_float64(kv_bits, *case, kernel).trace.stats[0]
     plain = random_case([512], dtype=mx.float16, **sizes)
     metal = MetalRunner(Mode.RACE)

@@ -38,7 +38,9 @@ def loaded_bytes(case: Case) -> list[tuple[int, UniqueBytes]]:
     )
     splits = ["merge_splits"] if visible > 512 else []
     rows = q.shape[1] // k_cache.shape[0] * q.shape[2]
-    assert kernels == ["matrix_attention" if rows > 4 else "paged_attention", *splits]
+    # Single tokens of groups of up to eight heads take the decode kernel over few keys.
+    most = 8 if q.shape[2] == 1 and visible <= 512 else 4
+    assert kernels == ["matrix_attention" if rows > most else "paged_attention", *splits]
     assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
     stats = metal.trace.stats[0]
     return [(stats.loaded_bytes[i], stats.unique_loaded_bytes[i]) for i in CACHES.values()]
@@ -66,9 +68,11 @@ def test_each_live_byte_is_loaded_once(contexts, group, head_dim):
     )
     row = KV_HEADS * head_dim * case.k_cache.itemsize
     live, in_tiles = sum(contexts) * row, keys_in_tiles(contexts, contexts) * row
+    # Two threadgroups share a group of eight heads where there are few keys.
+    times = 2 if group > 4 and case.block_tables.shape[1] * case.block_size <= 512 else 1
     for loaded, unique in loaded_bytes(case):
-        assert live <= loaded <= in_tiles  # the last tile loads its own keys again
-        assert unique.per_threadgroup == unique.per_launch == live
+        assert times * live <= loaded <= times * in_tiles  # the last tile loads its own keys again
+        assert unique.per_threadgroup == times * live and unique.per_launch == live
 
 
 @pytest.mark.sampled(3)
