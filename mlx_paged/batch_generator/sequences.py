@@ -72,7 +72,7 @@ class BatchSequence:
     boundaries: set[int]  # ends of the prompt's segments, in tokens of the prompt
     matcher: StopSequences.Matcher  # of its stop sequences
     caches: Caches | None = None  # the caller's, of the context
-    num_computed: int = 0  # prompt tokens that are computed and reported, or soon reported
+    num_done: int = 0  # prompt tokens that are computed and reported, or soon reported
     num_reported: int = 0  # tokens after the context that responses have reported
 
     @property
@@ -81,10 +81,10 @@ class BatchSequence:
 
     def advance(self, done: int) -> list[PromptResponse]:
         """Responses for the prompt when `done` of its tokens are computed, one for each end."""
-        if done <= self.num_computed:
+        if done <= self.num_done:
             return []
-        ends = {end for end in self.boundaries if self.num_computed < end <= done}
-        self.num_computed = done
+        ends = {end for end in self.boundaries if self.num_done < end <= done}
+        self.num_done = done
         return [
             PromptResponse(
                 self.uid, (stop, self.num_prompt), stop in self.boundaries, stop == self.num_prompt

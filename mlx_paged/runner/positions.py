@@ -18,9 +18,11 @@ def positions(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config")
     config = vars(text) if hasattr(text, "__dict__") else text or config
     positions: int | None = next((config[name] for name in POSITIONS if config.get(name)), None)
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    if not isinstance(scaling, Mapping):
+        return positions
     kind = scaling.get("rope_type", scaling.get("type"))
     if positions is None or kind not in ("linear", "dynamic", "yarn"):
         return positions
-    trained = scaling.get("original_max_position_embeddings", positions)
-    return max(positions, int(scaling.get("factor", 1) * trained))
+    trained = scaling.get("original_max_position_embeddings") or positions
+    return max(positions, int((scaling.get("factor") or 1) * trained))

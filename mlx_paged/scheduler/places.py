@@ -177,9 +177,9 @@ class Places:
 
     def _free(self, request: Request, is_continued: bool) -> None:
         """Free the blocks. Prompts that begin with these tokens can still reuse them."""
-        num_computed = min(request.num_computed, len(request.tokens))
-        if self.prefix_cache and num_computed:
-            self.allocator.register_tail(request.id, request.keys, num_computed)
+        length = min(request.num_computed, len(request.tokens))
+        if self.prefix_cache and length:
+            self.allocator.register_tail(request.id, request.keys, length)
             if self._plan is not None and is_continued:
                 self._plan.at_the_end(request)
         self.allocator.free(request.id)

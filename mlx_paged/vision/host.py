@@ -132,7 +132,7 @@ class PictureFeatures:
     """Features of the pictures that were seen last.
 
     Attributes:
-        num_computed: calls of the vision tower.
+        num_encoded: calls of the vision tower.
         seconds: that these calls took.
         nbytes: of the features that are kept.
     """
@@ -141,7 +141,7 @@ class PictureFeatures:
         self._vlm = vlm
         self._kept: OrderedDict[bytes, Features] = OrderedDict()
         self._lock = Lock()  # engines on one model share these
-        self.num_computed, self.seconds, self.nbytes = 0, 0.0, 0
+        self.num_encoded, self.seconds, self.nbytes = 0, 0.0, 0
 
     def of(self, picture: Picture) -> Features:
         """The features of a picture, computed now if they are not known."""
@@ -152,7 +152,7 @@ class PictureFeatures:
             started = time.perf_counter()
             found = self._kept[picture.digest] = self._computed(picture)
             self.seconds += time.perf_counter() - started
-            self.num_computed += 1
+            self.num_encoded += 1
             self.nbytes += size_of(found)
             while self.nbytes > KEPT_BYTES and len(self._kept) > 1:
                 self.nbytes -= size_of(self._kept.popitem(last=False)[1])

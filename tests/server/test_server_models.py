@@ -237,6 +237,8 @@ def test_what_the_pool_cannot_serve_is_refused_as_a_full_context(stream, caplog)
             320,
         ),
         ({"max_position_embeddings": 100, "rope_scaling": {"type": "llama3", "factor": 8}}, 100),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "linear", "factor": None}}, 100),
+        ({"max_position_embeddings": 100, "rope_scaling": "linear"}, 100),
     ],
     ids=str,
 )

@@ -306,7 +306,7 @@ def test_generate_takes_images(directory, alone, tmp_path, capsys):
 def test_the_tower_runs_once_for_an_image_that_is_asked_about_again(server):
     model = only_model(server)
     pictures = model.service.call(lambda engine: engine.runner.model.pictures)
-    before = pictures.num_computed
+    before = pictures.num_encoded
     for i in range(4):
         chat(server, url(tiny.png(9)), said(f"{i}?"))
-    assert pictures.num_computed == before + 1
+    assert pictures.num_encoded == before + 1

@@ -109,7 +109,7 @@ def test_features_that_are_not_kept_are_computed_again(monkeypatch):
     monkeypatch.setattr(host, "KEPT_BYTES", 1)
     assert answers(engine, prompts) == expected
     last = pictures.of(prompts[-1].image_spans.pictures[0])
-    assert pictures.num_computed == 4 and pictures.nbytes == last.embeddings.nbytes
+    assert pictures.num_encoded == 4 and pictures.nbytes == last.embeddings.nbytes
 
 
 def test_samples_forks_and_beams_see_the_image():
@@ -179,12 +179,12 @@ def test_an_image_is_a_part_of_the_prefix(name):
     first = answers(engine, same[:1])
     later = engine.generate(same[1:], max_tokens=MAX_TOKENS)
     assert [*first, *(done.tokens for done in later)] == expected[:8]
-    assert engine.runner.model.pictures.num_computed == 1
+    assert engine.runner.model.pictures.num_encoded == 1
     if not engine.manager.profile.recurrent:  # else up to a snapshot
         assert min(done.cached_prompt_tokens for done in later) >= len(same[0]) - 3 - 8
     (done,) = engine.generate([other], max_tokens=MAX_TOKENS)
     assert done.tokens == expected[8] and done.cached_prompt_tokens <= len(text[0]) + 1
-    assert engine.runner.model.pictures.num_computed == 2
+    assert engine.runner.model.pictures.num_encoded == 2
 
 
 def test_keys_outlive_the_process_on_disk(tmp_path):
