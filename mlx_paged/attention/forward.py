@@ -10,7 +10,13 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.attention.backend import AttentionBackend, Way, way_of
-from mlx_paged.attention.paths import ANY_NUMBER, FEW_QUERIES, is_fused, is_fused_if_long
+from mlx_paged.attention.paths import (
+    ANY_NUMBER,
+    FEW_QUERIES,
+    LONG_CHUNK,
+    is_fused,
+    is_fused_if_long,
+)
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
     KVHandle,
@@ -20,7 +26,7 @@ from mlx_paged.attention.sdpa_hook import (
     narrowest,
 )
 from mlx_paged.kv.pool import KVPool
-from mlx_paged.ops.dispatch import SHORT_CONTEXT
+from mlx_paged.ops.dispatch import MOST_TOGETHER, SHORT_CONTEXT
 
 SCORES = 1 << 25  # so many are in memory at once
 
@@ -129,10 +135,12 @@ class Forward:
     @cached_property
     def size(self) -> tuple[int, int | None, int]:
         """Blocks of a table; tokens of each sequence, None if their numbers differ; sequences of
-        which some are known to begin with the same blocks."""
+        which some are known to begin with the same blocks. Larger numbers than those that a way
+        depends on are one number, so that layers keep few ways."""
         num_sequences, width = self.block_tables.shape
-        columns = self.columns if self.cu_seqlens is None else None
-        return width, columns, 0 if self.shared_prefixes is None else num_sequences
+        columns = min(self.columns, LONG_CHUNK) if self.cu_seqlens is None else None
+        num_sharing = 0 if self.shared_prefixes is None else min(num_sequences, MOST_TOGETHER)
+        return width, columns, num_sharing
 
     def runs(self, tables: mx.array, heads: int) -> mx.array:
         """:func:`head_runs` of each block table. Layers that ask one after the other share them."""

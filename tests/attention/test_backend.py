@@ -105,6 +105,17 @@ def test_appended_kv_is_what_a_write_and_a_gather_give(kv_bits, head_dim):
         assert mx.abs(found[0] - k).max() < 8 / steps[max(kv_bits, 6)]
 
 
+def test_layers_keep_few_ways():
+    """Chunks of many lengths, and many sequences that share keys, have a way together."""
+    tables, lens = mx.zeros((48, 3), mx.int32), mx.full(48, 40, mx.int32)
+    sizes = {
+        Forward(columns, lens, lens, tables, lens, 40, 0, 40, shared_prefixes=shared).size
+        for columns in (1, 9, 300, 301, 2048)
+        for shared in (None, mx.zeros((2, 48), mx.int32))
+    }
+    assert sizes == {(3, columns, many) for columns in (1, 9, 256) for many in (0, 32)}
+
+
 def test_a_transformation_leaves_no_answer_behind():
     """While MLX transforms a function, plain MLX writes; afterwards the kernel does."""
     view, k, v = appending(None, 64)

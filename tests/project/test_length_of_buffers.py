@@ -93,7 +93,11 @@ for name in ("generate", "server", "terminal", "run", "bench"):
 print(json.dumps(seen))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=120,  # a command that starts does not end
     )
     assert json.loads(done.stdout) == dict.fromkeys(
         ("generate", "server", "terminal", "run", "bench"), False
