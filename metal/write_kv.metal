@@ -1,15 +1,6 @@
 // Writes of new keys and values to the pool.
 
-constant int BLOCK_SIZE [[function_constant(15)]];
-constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense as rows of the pool
-constant bool BY_ELEMENT [[function_constant(24)]];     // a thread moves one element, not four
-
-// Four neighbouring elements of a new row.
-template <typename T>
-inline vec<T, VECTOR> new_elements(const device T* row, int vector, long stride) {
-  const long apart = WHOLE_VECTORS ? 1 : stride;
-  return gather_vector(row + VECTOR * vector * apart, apart, WHOLE_VECTORS);
-}
+constant bool BY_ELEMENT [[function_constant(24)]];  // a thread moves one element, not four
 
 template <typename T>
 inline void write_part(device T* to, const device T* row, int part, long stride) {

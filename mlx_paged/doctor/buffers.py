@@ -9,13 +9,11 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_paged.command_buffers import MANY, OPERATIONS
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import Findings
+from mlx_paged.doctor.flags import STEP
 from mlx_paged.engine.engine import Engine
 
 SHORT = 40
 """Operations of a command buffer that MLX has by itself on a base chip."""
-
-STEP = "step"
-"""The check that times the step in a process of its own: MLX keeps its first length."""
 
 LAYERS, WIDTH, HEADS = 28, 1024, 8
 NUM_STEPS = {True: 50, False: 300}
@@ -23,7 +21,8 @@ NUM_STEPS = {True: 50, False: 300}
 
 
 def compare_buffers(found: Findings, quick: bool) -> None:
-    """Time the step with both lengths, and say which is faster."""
+    """Time the step with both lengths, and say which is faster. MLX keeps the length that it begins
+    with, so each length has a process of its own."""
     steps: dict[int, float] = {}
     for operations in (SHORT, MANY):
         of_step = found_apart(STEP, quick, **{OPERATIONS: str(operations)})

@@ -14,9 +14,9 @@ import mlx.core as mx
 
 from mlx_paged.cli import Parser
 from mlx_paged.doctor.apart import found_apart
-from mlx_paged.doctor.buffers import STEP, check_step
+from mlx_paged.doctor.buffers import check_step
 from mlx_paged.doctor.findings import Check, Findings, page, run_check
-from mlx_paged.doctor.flags import KINDS, unknown
+from mlx_paged.doctor.flags import KINDS, STEP, unknown
 from mlx_paged.doctor.kernels import check_kernels, chosen, compare
 from mlx_paged.doctor.machine import check_machine
 from mlx_paged.doctor.memory import check_memory

@@ -19,6 +19,9 @@ CHECKS = {
 }
 """What each check compares or measures, by its name."""
 
+STEP = "step"
+"""A decode step with the command buffers of this process; the check `speed` has it run apart."""
+
 KINDS = "decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"
 """What a variant is one of: each kind has kernels of its own."""
 
@@ -42,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, Namespace]:
     that cannot be written, gives one line and exit status 2."""
     parser = make_parser()
     args = parser.parse_args(argv)
-    if args.only is not None and args.only not in (*CHECKS, *KINDS) and "-" not in args.only:
+    if args.only is not None and args.only not in (*CHECKS, *KINDS, STEP) and "-" not in args.only:
         parser.error(unknown(args.only))
     if args.json is not None:
         try:

@@ -13,7 +13,7 @@ import pytest
 from mlx_paged import ops
 from mlx_paged.attention.paths import has_matrix_units
 from mlx_paged.command_buffers import OPERATIONS
-from mlx_paged.doctor import apart, buffers, findings, memory, products
+from mlx_paged.doctor import apart, buffers, findings, flags, memory, products
 from mlx_paged.doctor import command as doctor
 from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings, run_check
@@ -197,6 +197,11 @@ class TestBuffers:
         found = Findings("speed")
         buffers.compare_buffers(found, True)
         assert found.failures == ["step: no answer"] * 2 and not found.numbers
+
+    def test_the_command_takes_every_name_that_has_a_process_of_its_own(self):
+        for name in (*doctor.APART, *flags.KINDS, flags.STEP):
+            assert flags.parse(["--only", name])[1].only == name
+            assert doctor._chosen(name)
 
     @pytest.mark.slow
     def test_the_step_has_a_time(self):

@@ -15,12 +15,12 @@ from mlx_paged.engine.engine import Engine
 
 @pytest.mark.slow
 def test_a_wrong_attention_gives_wrong_tokens(monkeypatch):
-    right = ops.paged_attention
+    right = ops.attend
 
     def wrong(q: mx.array, *rest: Any, **options: Any) -> mx.array:
         return right(q[:, ::-1], *rest, **options)
 
-    monkeypatch.setattr(ops, "paged_attention", wrong)
+    monkeypatch.setattr(ops, "attend", wrong)
     monkeypatch.setattr(tokens, "NUM_FORKS", 1)
     found = run_check("tokens", tokens.check_tokens, True)
     assert len(found.failures) > 8

@@ -40,7 +40,7 @@ class TestTraffic:
 
     @pytest.mark.slow
     def test_values_that_are_columns_of_the_keys_are_not_loaded(self):
-        case = latent_case([300, 20], 64, 16, num_heads=8, dtype=mx.float16)
+        case = latent_case([300, 20], 64, 16, num_heads=16, dtype=mx.float16)
         stats = self.stats(case)
         assert stats.loaded_bytes[KEYS] == stats.loaded_bytes[VALUES] == 320 * 80 * 2
 
