@@ -62,7 +62,7 @@ BAD: list[tuple[str, Any]] = [
     ("/v1/chat/completions", {"messages": []}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}]}),
     ("/v1/chat/completions", {"messages": "hello", "stream": True}),
-    ("/v1/completions", {"prompt": "a", "max_tokens": -1}),
+    ("/v1/completions", {"prompt": "a", "max_tokens": -2}),
     ("/v1/messages", {"model": "another", "messages": [{"role": "user", "content": "hello"}]}),
 ]
 PROBES = [f"Tell me {2 + index} facts about {topic}." for index, topic in enumerate(TOPICS)]
