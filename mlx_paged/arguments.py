@@ -13,6 +13,9 @@ MAX_INT32 = 2**31 - 1
 GB = 10**9
 OLDEST_MLX_LM = "0.32"
 TESTED_MLX_LM = ("0.32.2",)
+_SEVERAL = " (several completions of a prompt: Engine.sample(prompts, n))"
+ELSEWHERE = dict.fromkeys(("n", "best_of", "num_samples", "num_return_sequences"), _SEVERAL)
+"""What does the work of keyword arguments that other libraries have in the place of a call."""
 _Choice = TypeVar("_Choice", bound=StrEnum)
 _T = TypeVar("_T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -94,7 +97,7 @@ def suggesting_fields(cls: type[_T]) -> type[_T]:
 
 def unexpected(function: str, name: str, known: Iterable[str]) -> str:
     """What Python says of an unknown keyword argument, and the argument that is most like it."""
-    hint = did_you_mean(name, known)
+    hint = ELSEWHERE.get(name) or did_you_mean(name, known)
     return f"{function}() got an unexpected keyword argument {name!r}{hint}"
 
 

@@ -17,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.arguments import GB
 from mlx_paged.drop_in.layer_arrays import LayerArrays
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.kv.allocator import BlockAllocator
@@ -288,8 +289,16 @@ class SharedPool:
         needed = have + error.needed - error.available
         max_blocks = max(have, self.max_blocks())
         if needed > max_blocks:
-            raise OutOfBlocksError(error.needed, error.available + max_blocks - have)
+            available = error.available + max_blocks - have
+            raise OutOfBlocksError(error.needed, available, self._larger())
         self.allocator.grow(min(max_blocks, max(needed, _with_room(have))))
+
+    def _larger(self) -> str:
+        """What a user can do about a pool that is full."""
+        if self.kv_memory is None:
+            return ": the device has no memory left: expected fewer or shorter sequences"
+        given = f"kv_memory is {self.kv_memory / GB:g} GB"
+        return f" of {self.block_size} tokens: {given}: expected more, or shorter sequences"
 
     def settle(self) -> None:
         """Release what deleted sequences hold, and the memory that is too much then. Does nothing

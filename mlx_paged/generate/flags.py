@@ -99,7 +99,7 @@ FILES = {"nargs": "+", "action": "extend"}
 THRESHOLD = number(float, 0, 0.5, "a number from 0 to 0.5")
 LENGTH_PENALTY = number(float, -100, 100, "a number from -100 to 100")
 CONFIG = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
-PROMPTS_FILE = 'JSON lines with "prompt" or "messages", or OpenAI\'s batch lines'
+PROMPTS_FILE = 'JSON lines with "prompt" or "messages", or OpenAI\'s batch lines; \'-\' reads stdin'
 KEEP_SPACE = "keep the first space of a text (default: unless a chat template made the prompt)"
 REFUSAL = {"action": cli.Refused, "nargs": "*"}
 

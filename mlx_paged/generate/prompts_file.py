@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from mlx_paged.protocol.fields import AS_MANY_AS_FIT
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.vision.images import is_image, parts_of
 
+STDIN = "-"
+"""In place of a prompt or of a file's name: standard input."""
 ALIASES = {"temp": "temperature"}
 
 FIELDS = {each.name: each.type for each in fields(SamplingParams)}
@@ -51,10 +54,12 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
     images = tuple(args.image)
     if images and not (args.prompt and args.vision):
         raise ValueError("--image is given: expected --prompt and --vision beside it")
+    if [*args.prompt, args.prompts_file].count(STDIN) > 1:
+        raise ValueError("two prompts are '-': expected standard input for one of them")
     specs = [PromptSpec(_prompt_text(prompt), images=images) for prompt in args.prompt]
     if args.prompts_file is not None:
         try:
-            with Path(args.prompts_file).open(encoding="utf-8") as lines:
+            with _opened(args.prompts_file) as lines:
                 specs += read_prompts(lines, args.prompts_file)
         except UnicodeDecodeError as error:
             raise ValueError(f"{args.prompts_file}: not UTF-8: {error.reason}") from error
@@ -88,6 +93,13 @@ def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
         except ValueError as error:
             raise ValueError(f"{source}: {one_line(error)}") from None
     return specs
+
+
+def _opened(name: str) -> AbstractContextManager[Iterable[str]]:
+    """The lines of a file, or those of standard input, which stays open."""
+    if name != STDIN:
+        return Path(name).open(encoding="utf-8")
+    return nullcontext(line.decode() for line in sys.stdin.buffer)
 
 
 def _loaded(line: str) -> Any:
@@ -170,6 +182,6 @@ def _biases(value: Any) -> dict[int, float]:
 
 def _prompt_text(prompt: str) -> str:
     """As in mlx_lm.generate: '-' reads stdin, and a typed \\n or \\t becomes the character."""
-    if prompt == "-":
+    if prompt == STDIN:
         return sys.stdin.read()
     return prompt.replace("\\n", "\n").replace("\\t", "\t")

@@ -13,10 +13,14 @@ from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pool has fewer available blocks than a call needs; the call changed nothing."""
+    """The pool has fewer available blocks than a call needs; the call changed nothing.
 
-    def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{needed} KV blocks needed, {available} available")
+    Args:
+        expected: what would do; part of the message.
+    """
+
+    def __init__(self, needed: int, available: int, expected: str = "") -> None:
+        super().__init__(f"{needed} KV blocks needed, {available} available{expected}")
         self.needed = needed
         self.available = available
 

@@ -1,12 +1,13 @@
 """Reads messages from the terminal, and prints the answers of a model as they come."""
 
 import argparse
+import re
 import sys
 from collections.abc import Generator
 from contextlib import suppress
 from typing import Any
 
-from mlx_paged.arguments import one_line
+from mlx_paged.arguments import did_you_mean, one_line
 from mlx_paged.engine.engine import Engine
 from mlx_paged.loading import engine_options, load_model
 from mlx_paged.outputs import TokenOutput
@@ -16,6 +17,12 @@ HELP = """q: leave
 r: begin a new chat
 h: show these commands
 Ctrl-C: stop the answer, which stays in the chat as far as it came"""
+COMMANDS = {
+    **dict.fromkeys(("q", "/q", "/quit", "/exit", "/bye"), "leave"),
+    **dict.fromkeys(("r", "/r", "/reset", "/clear", "/new"), "restart"),
+    **dict.fromkeys(("h", "/h", "/help", "/?"), "help"),
+}
+"""What a line does that is not a message. The names with a slash are those of other chats."""
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -79,11 +86,16 @@ class Session:
         """Answer each line that the user types, until q or the end of the input."""
         if sys.stdin.isatty():
             print(HELP)
-        while (line := self._read()) not in (None, "q"):
-            if line == "r":
+        while (line := self._read()) is not None:
+            command = COMMANDS.get(line)
+            if command == "leave":
+                return
+            if command == "restart":
                 self.restart()
-            elif line == "h":
+            elif command == "help":
                 print(HELP)
+            elif re.fullmatch(r"/[a-z]+", line):
+                print(f"error: {line} is no command{did_you_mean(line, COMMANDS)}", file=sys.stderr)
             elif line:
                 self._answer(line)
 

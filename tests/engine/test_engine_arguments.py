@@ -83,6 +83,10 @@ def test_a_tokenizer_of_transformers_is_one(loaded):
         (lambda e: e.generate("x", temp=0.7), "{}'temp' (did you mean temperature?)"),
         (lambda e: e.add_request([1], max_token=7), "{}'max_token' (did you mean max_tokens?)"),
         (lambda e: e.sample("x", 2, topp=0.7), "{}'topp' (did you mean top_p?)"),
+        (
+            lambda e: e.generate("x", n=2),
+            "{}'n' (several completions of a prompt: Engine.sample(prompts, n))",
+        ),
         (lambda e: e.stream("x", zzz=0.7), "SamplingParams() {}'zzz'"),
         (lambda e: replace(SamplingParams(), temp=1), "{}'temp' (did you mean temperature?)"),
         (lambda e: Engine(None, kv_mem=1), "Engine() {}'kv_mem' (did you mean kv_memory?)"),

@@ -1,5 +1,7 @@
 """No run of the command replaces answers or prompts, unless it is told to."""
 
+import io
+import json
 import os
 import sys
 
@@ -25,6 +27,25 @@ def test_answers_of_an_earlier_run_are_kept(run, tmp_path):
     assert [record["prompt"] for record in read_jsonl(output)] == [CLASS]
     output.write_text("")
     assert run("-p", CLASS, "-m", 2, "--output", output).status == 0
+
+
+def test_prompts_come_through_a_pipe(run, monkeypatch, tmp_path):
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in (CLASS, FUNCTION, "é ="))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    output = tmp_path / "results.jsonl"
+    assert run("--prompts-file", "-", "-m", 2, "--output", output).status == 0
+    assert {record["prompt"] for record in read_jsonl(output)} == {CLASS, FUNCTION, "é ="}
+    assert not (tmp_path / "-").exists()
+
+
+@pytest.mark.parametrize("given", [b'{"prompt": "\xff"}\n', b"", b"{}\n"])
+def test_wrong_prompts_of_a_pipe_are_one_line(run, monkeypatch, given):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+    assert_one_line_mistake(run("--prompts-file", "-"), "-")
+
+
+def test_standard_input_is_one_prompt(run):
+    assert_one_line_mistake(run("-p", "-", "--prompts-file", "-"), "two prompts are '-'")
 
 
 @pytest.mark.parametrize("flag", ["--output", "--stats-json", "--metrics-jsonl"])

@@ -71,6 +71,18 @@ def test_a_chat_can_begin_anew(chat):
     assert said(second) == [("system", "be short"), ("user", "y = 2")]
 
 
+def test_commands_of_other_chats_are_commands_too(chat):
+    status, out, err, (first, second) = chat("x = 1", "/help", "/clear", "y = 2", "/bye", "z = 3")
+    assert (status, err) == (0, "") and "r: begin a new chat" in out
+    assert [said(first), said(second)] == [[("user", "x = 1")], [("user", "y = 2")]]
+
+
+def test_an_unknown_command_is_no_message_and_a_path_is(chat):
+    _, _, err, (only,) = chat("/hlep", "/etc/hosts: what is it?")
+    assert err == "error: /hlep is no command (did you mean /help?)\n"
+    assert said(only) == [("user", "/etc/hosts: what is it?")]
+
+
 def test_ctrl_c_stops_the_answer_only(chat):
     left = iter(range(2))
 
