@@ -128,9 +128,7 @@ def test_blocks_that_there_are_count_as_available_where_memory_has_none(monkeypa
 def test_a_full_pool_says_how_many_blocks_are_missing(llama):
     block_bytes = 3 * BLOCK * 2 * 2 * 16 * 4
     cache = filled(llama, PROMPT, kv_memory=20 * block_bytes)
-    with pytest.raises(
-        OutOfBlocksError, match="9 available of 4 tokens: kv_memory is .* GB: expected more"
-    ):
+    with pytest.raises(OutOfBlocksError, match=r"9 available of 4 tokens: kv_memory is .* GB"):
         llama(mx.array([[1] * 64]), cache=cache)
     pool = pool_of(cache)
     check_integrity(pool)
