@@ -325,22 +325,23 @@ class EngineCore:
         Outputs of a stream, or of a call that waits for its requests, go there instead. Ctrl-C
         takes effect after the step; the next call then returns the outputs."""
         if not self.ready:
-            self.compute()
+            self._compute()
         outputs, self.ready = self.ready, []
         return outputs
 
-    @exclusive
-    def compute(self) -> None:
+    def _compute(self) -> None:
         """Compute one step; the next :meth:`step` returns its outputs."""
         if self._streams.dropped:
             self._streams.abort_dropped(self)
         with deferred_interrupts():
             self._advance(ahead=self._may_look_ahead() and not self._beams)
 
+    compute = exclusive_as("compute")(_compute)
+
     def _deliver(self, output: TokenOutput) -> None:
         """Give an output to the call that waits for it, or let the next :meth:`step` return it."""
-        if not self._streams.take(output):
-            self.ready.append(output)
+        stream = self._streams.by_request.get(output.request_id)
+        (self.ready if stream is None else stream.outputs).append(output)
 
     @exclusive_as("close of a stream")
     def _abort_dropped(self) -> None:
@@ -398,8 +399,7 @@ class EngineCore:
         try:
             self._recorder.begin()
             self._take(self._pipeline.advance(ahead))
-            if not self._requests:
-                self._release_states()
+            self._release_states()
         finally:
             self._is_advancing = False
 

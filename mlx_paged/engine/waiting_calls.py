@@ -42,34 +42,28 @@ class Streams:
     engine, so that an engine is freed with its last reference.
 
     Attributes:
+        by_request: by request id, where the outputs of the request go.
         dropped: ids of the streams that have no reader any more.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[int, _Stream] = {}  # by request id
+        self.by_request: dict[int, _Stream] = {}
         self.dropped: deque[int] = deque()
 
     def __len__(self) -> int:
         """The number of requests whose outputs somebody waits for."""
-        return len(self._streams)
-
-    def take(self, output: TokenOutput) -> bool:
-        """Whether a call or a reader gets this output."""
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
-            stream.outputs.append(output)
-        return stream is not None
+        return len(self.by_request)
 
     def has_unread(self, request_id: int) -> bool:
         """Whether a request has outputs that its call or its reader has not taken yet."""
-        stream = self._streams.get(request_id)
+        stream = self.by_request.get(request_id)
         unread = () if stream is None else stream.outputs
         return any(output.request_id == request_id for output in unread)
 
     def note_aborted(self, request_id: int, completion: Completion) -> None:
         """Let the call that waits for an aborted request, or its reader, go on."""
-        if request_id in self._streams:
-            self._streams[request_id].completions[request_id] = completion
+        if request_id in self.by_request:
+            self.by_request[request_id].completions[request_id] = completion
 
     def complete(
         self, engine: Stepped, added: Iterator[list[int]], on_output: OnOutput | None
@@ -88,7 +82,7 @@ class Streams:
         try:
             for batch in added:
                 ids += batch
-                self._streams |= dict.fromkeys(batch, stream)
+                self.by_request |= dict.fromkeys(batch, stream)
             while stream.outputs or len(stream.completions) < len(ids):
                 if not stream.outputs:
                     engine.compute()
@@ -105,7 +99,7 @@ class Streams:
             raise
         finally:
             for request_id in ids:
-                self._streams.pop(request_id, None)
+                self.by_request.pop(request_id, None)
 
     def read(
         self, engine: Stepped, request_id: int, abort_dropped: Callable[[], None]
@@ -117,7 +111,7 @@ class Streams:
             abort_dropped: called when the stream has no reader any more and no thread is in the
                 engine.
         """
-        stream = self._streams[request_id] = _Stream()
+        stream = self.by_request[request_id] = _Stream()
         try:
             yield
             while True:
@@ -141,4 +135,4 @@ class Streams:
         while self.dropped:
             request_id = self.dropped.popleft()
             engine.abort(request_id)
-            self._streams.pop(request_id, None)
+            self.by_request.pop(request_id, None)

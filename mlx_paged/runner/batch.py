@@ -217,6 +217,7 @@ class Batch:
         spans: of the sequences, in the order of their rows.
         seq_ids: the sequence of each span.
         first_rows: ``[S]`` int32, on the host: of each span its first row.
+        decodes_only: whether every token is a sequence of its own, in a row of its own.
         shared_keys: keys that sequences share with others, in the layer group with the most.
     """
 
@@ -242,6 +243,7 @@ class Batch:
         if len(spans) > max(1, len(singles)):
             spans = sorted(spans, key=len)
         self.num_decodes = len(singles)
+        self.decodes_only = self.num_decodes == len(spans)
         self.spans = spans
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
@@ -332,11 +334,6 @@ class Batch:
             for member, blocks in enumerate(block_tables[:, index, :width]):
                 chunks[member].append(Chunk(first, start, length, mx.array(blocks)))
         return of_members(slots), chunks, of_members(block_tables)
-
-    @property
-    def decodes_only(self) -> bool:
-        """Whether every token is a sequence of its own, in a row of its own."""
-        return self.num_decodes == len(self.seq_ids)
 
     def _padded(self, values: Int32Array, value: int = 0) -> Int32Array:
         """``[..., T]`` with `value` in the rows of padding."""

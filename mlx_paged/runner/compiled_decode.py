@@ -54,13 +54,15 @@ class _ThreadEnd:
         ops.clear_compiled()
 
 
-_of_thread = threading.local()
+of_thread = threading.local()
+"""Of a thread that :func:`free_graphs_with_thread` has seen the attribute `end`."""
 
 
 def free_graphs_with_thread() -> None:
     """Free what ``mx.compile`` traces in this thread when the thread ends."""
-    if not hasattr(_of_thread, "end") and threading.current_thread() is not threading.main_thread():
-        _of_thread.end = _ThreadEnd()
+    if not hasattr(of_thread, "end"):
+        is_main = threading.current_thread() is threading.main_thread()
+        of_thread.end = None if is_main else _ThreadEnd()
 
 
 def weakly(method: Callable[..., Result]) -> Callable[..., Result]:

@@ -24,7 +24,12 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, fewest_shared
-from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
+from mlx_paged.runner.compiled_decode import (
+    CompiledDecode,
+    free_graphs_with_thread,
+    of_thread,
+    weakly,
+)
 from mlx_paged.runner.device_errors import (
     note_errors_on,
     noted,
@@ -156,7 +161,8 @@ class ModelRunner:
             raise_noted(error)
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        free_graphs_with_thread()
+        if not hasattr(of_thread, "end"):
+            free_graphs_with_thread()
         for earlier in (self._held_back, before):
             if earlier is not None:
                 self.go_on(earlier)
@@ -281,13 +287,17 @@ class ModelRunner:
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
-        with telling_errors():
-            if self.error is not None:
-                raise self.error
+        if self.error is not None:
+            raise self.error
+        try:
             self.go_on(launched)
             mx.eval(launched.pending)
             if launched.end is not None:
                 launched.end()
+        except Exception as error:
+            raise_noted(error)
+        if self.error is not None:  # meanwhile another call was told of an error of the device
+            raise self.error
         for scores in launched.scores:
             scores.deliver()
         if launched.sampled is None:
