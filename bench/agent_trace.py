@@ -31,6 +31,7 @@ from bench.models import random_llama
 from bench.names import SIZES
 from bench.pairs import ratio, turns
 from mlx_paged import Engine, SamplingParams, demo_model_path
+from mlx_paged.kv.states import StateIds
 from mlx_paged.loading import load_model
 from mlx_paged.protocol.turn_ends import turn_ends
 
@@ -150,7 +151,7 @@ def make_trace() -> list[Turn]:
     main.ask("Then say what a snapshot is worth.")
     kept = [i for i, message in enumerate(main.messages) if message["role"] == "tool"][2]
     main.messages[kept] = {"role": "tool", "content": SHORTENED}  # the client saves tokens
-    main.read("mlx_paged/scheduler/snapshot_plan.py", 1, 60)
+    main.read("mlx_paged/kv/snapshot_plan.py", 1, 60)
     main.read("mlx_paged/request.py", 1, 60)
     main.say("The tokens that it saves beyond the snapshot before it.")
     main.ask("And who takes it?")
@@ -240,8 +241,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = encoded(make_trace(), tokenizer)
     blocks = sum(len(prompt.tokens) + len(prompt.answer) for prompt in prompts) // 16 + len(prompts)
     engines = {name: Engine(model, num_blocks=blocks) for name, model in models.items()}
-    kept = engines[args.model].manager.allocator.snapshots
-    assert kept is not None
+    states = engines[args.model].manager.allocator.states
+    assert isinstance(states, StateIds) and states.snapshots is not None
+    kept = states.snapshots
     kept.max_snapshots = min(kept.max_snapshots, args.snapshots)
     times: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in engines}
     reused: dict[str, list[int]] = {name: [0] * len(prompts) for name in engines}

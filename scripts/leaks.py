@@ -83,7 +83,8 @@ FEATURES = {
             "kv/snapshots.py",
             "kv/states.py",
             "kv/state_ends.py",
-            "scheduler/snapshot_plan.py",
+            "kv/snapshot_plan.py",
+            "kv/snapshot_memory.py",
         ),
         (
             *("*recurrent*", "*snapshot*", "*stateful*", "state_bytes", "*without_state"),

@@ -1,22 +1,78 @@
 """Who owns which block: free list, reference counts, block tables, copy-on-write. Knows no mlx."""
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
-from mlx_paged.kv.blocks import BlockCopy, BlockStore, ceil_div
+from mlx_paged.kv.blocks import BlockCopy, BlockStore, BlockTransfer, ceil_div
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
-from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash
-from mlx_paged.kv.prefix_match import PrefixMatch
-from mlx_paged.kv.snapshots import Snapshot, Snapshots
-from mlx_paged.kv.state_ends import StateEnds
-from mlx_paged.kv.states import EMPTY, Move, ReadAndLeft, SequenceStates, State, StateIds
+from mlx_paged.kv.prefix_cache import ROOT, CachedBlock, PrefixCache, chain_hash, root_hash
+from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
+from mlx_paged.kv.prefix_match import NeededBlock, PrefixMatch
+from mlx_paged.kv.state_kind import EMPTY, Keep, Move, ReadAndLeft, State, StateKind, Text
+
+
+class NoStates:
+    """The kind of states of a model all of whose layers store K/V: there are none."""
+
+    exist = False
+    can_share = True
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def prefix_ends(self, caches: Seq[PrefixCache]) -> PrefixEnds:
+        return AnyEnd(caches)
+
+    def begin(self, match: PrefixMatch) -> None:
+        pass
+
+    def fork(self, held: None) -> None:
+        pass
+
+    def end(self, held: None) -> None:
+        pass
+
+    def resumes(self, held: None) -> State:
+        return EMPTY
+
+    def begins_at(self, held: None, num_computed: int) -> int:
+        return num_computed
+
+    def first_needed(self, held: None, position: int) -> int:
+        return position
+
+    def can_go_back(self, held: None, position: int) -> bool:
+        return True
+
+    def chunk_stop(self, start: int, stop: int, num_tokens: int) -> int:
+        return stop
+
+    def advance(self, held: None, start: int, stop: int, is_sure: bool, text: Text | None) -> Move:
+        return Move(State(0, start))
+
+    def advance_together(self, of_sequences: Iterable[None], positions: Seq[int]) -> None:
+        pass
+
+    def settle(self, held: None, num_tokens: int) -> None:
+        pass
+
+    def offer(self, held: None, keep: Keep) -> None:
+        pass
+
+    def leave(self, held: None, keep: Keep) -> None:
+        pass
+
+    def check_integrity(self, of_sequences: Iterable[None]) -> None:
+        pass
 
 
 class BlockAllocator:
@@ -25,7 +81,7 @@ class BlockAllocator:
     Every layer group has a block table of each sequence. :meth:`make_writable` adds entries and
     copies shared entries (copy-on-write), all or nothing. An entry is held by a sequence, or cached
     (no sequence holds it, its content is known), or only part of a copy that is not performed yet.
-    All other blocks are free. :meth:`trim` releases the entries behind a group's window.
+    All other blocks are free. :meth:`trim` releases the entries that a group's kind does not keep.
 
     The caller performs all copies of a step before any write, and then calls ``store.copies_done``.
     Until then no block of a copy is handed out again. A copy of a copy names the first source, so
@@ -34,15 +90,14 @@ class BlockAllocator:
     Args:
         groups: the layer groups.
         chunk: tokens that a sequence computes in a step at most.
-        max_snapshots: how many snapshots of recurrent states are kept at most; prefixes are reused
-            only up to one of these. 0: no prefix is reused. None: the model has no such states.
+        states: the kind of layers that keep states beside K/V; None: the model has none.
 
     Attributes:
         store: the blocks.
         block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
         prefixes: which blocks hold which texts.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
-        states: of recurrent layers.
+        states: the kind of the model's states.
     """
 
     def __init__(
@@ -51,7 +106,7 @@ class BlockAllocator:
         block_size: int,
         groups: Seq[LayerGroup] = ONE_GROUP,
         chunk: int = 0,
-        max_snapshots: int | None = None,
+        states: StateKind | None = None,
     ) -> None:
         self.block_size = block_size = integer("Engine", "block_size", block_size, 1)
         max_blocks = MAX_INT32 // block_size  # slots are int32
@@ -62,13 +117,10 @@ class BlockAllocator:
         self.block_tables = BlockTables(len(self.groups))
         self._width = sum(group.width for group in self.groups)
         self.store = BlockStore(self.num_blocks, block_size, self.groups)
-        self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables)
+        self.states: StateKind = states or NoStates()
+        ends = self.states.prefix_ends(self.store.prefixes)
+        self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables, ends)
         self._sequences: dict[int, SequenceBlocks] = {}
-        if max_snapshots is not None:
-            integer("Engine", "max_snapshots", max_snapshots, 0)
-        self.states = StateIds(max_snapshots)
-        if self.snapshots is not None:
-            self.prefixes.ends = StateEnds(self.store.prefixes, self.snapshots)
 
     def blocks_needed(self, num_tokens: int) -> int:
         """How many entries of one group hold `num_tokens` tokens."""
@@ -110,14 +162,9 @@ class BlockAllocator:
         return slots
 
     @property
-    def snapshots(self) -> Snapshots | None:
-        """Snapshots of recurrent states; None if there are none."""
-        return self.states.snapshots
-
-    @property
     def can_share(self) -> bool:
         """Whether prefixes can be reused."""
-        return self.snapshots is not None or not self.states.exist
+        return self.states.can_share
 
     def admit(
         self,
@@ -130,8 +177,9 @@ class BlockAllocator:
         """Start a sequence that owns positions [0, num_tokens) and reuses a cached prefix.
 
         The sequence shares full blocks of the prefix. It copies one more block if enough leading
-        tokens agree. The last token is never reused: its logits have to be computed. Groups with a
-        window get blocks for their window and a chunk; :meth:`make_writable` adds the others.
+        tokens agree. The last token is never reused: its logits have to be computed. Groups that
+        do not keep all tokens get blocks up to their `reach`; :meth:`make_writable` adds the
+        others.
 
         Raises:
             ValueError: `seq_id` is in use.
@@ -150,13 +198,11 @@ class BlockAllocator:
         shared = [block for of_group in blocks for block in of_group if block in store.idle]
         available = store.num_available - sum(map(store.width_of, shared))
         store.require(needed + spare, available)
-        if self.snapshots is not None and match.snapshot is not None:
-            self.snapshots.use(match.snapshot)
 
         row, root = self.block_tables.add_row(), root_hash(salt)
         firsts = [num_full - len(of_group) for of_group in blocks]
         sequence = SequenceBlocks(row, firsts, num_tokens, match.hashes, root)
-        sequence.states = self.states.begin(match.snapshot, match.prefix_without_state)
+        sequence.states = self.states.begin(match)
         self._sequences[seq_id] = sequence
         for of_group in blocks:
             store.retain(of_group)
@@ -201,9 +247,12 @@ class BlockAllocator:
         sequence.private_start, sequence.private_stop = start, last * self.block_size
         return copies
 
-    def append_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[BlockCopy]:
-        """Call :meth:`make_writable` for one position of each sequence, all of them different.
-        Raise OutOfBlocksError, and change nothing, unless each may get a new entry."""
+    def append_each(
+        self, seq_ids: Seq[int], positions: Seq[int]
+    ) -> tuple[list[BlockCopy], list[ReadAndLeft] | None]:
+        """Call :meth:`make_writable` and :meth:`advance` for one position of each sequence, all of
+        them different. Returns the copies, and the moves; None: the model has no states. Raises
+        OutOfBlocksError, and changes nothing, unless each may get a new entry."""
         self.store.require(self.blocks_to_append(len(seq_ids)))
         copies: list[BlockCopy] = []
         rows, columns = list[int](), list[int]()
@@ -224,7 +273,8 @@ class BlockAllocator:
             for group in range(len(self.groups)):
                 taken = self.store.take(len(rows), group)
                 self.block_tables.append_each(rows, taken, columns, group)
-        return copies
+        held = (sequences[seq_id].states for seq_id in seq_ids)
+        return copies, self.states.advance_together(held, positions)
 
     def advance(
         self,
@@ -232,34 +282,24 @@ class BlockAllocator:
         start: int,
         stop: int,
         is_sure: bool = True,  # whether none of the tokens is a draft
-        snapshots: Seq[Snapshot] = (),  # to take on the way, ordered by position
+        text: Text | None = None,  # as which later prompts may begin; None: no prefix is shared
     ) -> Move:
         """Plan that a span computes tokens ``[start, stop)``; returns what the span does to the
-        recurrent states. The span has to begin at the state that it reads."""
-        states = self._sequence(seq_id).states
-        return self.states.advance(states, start, stop, is_sure, snapshots)
-
-    def advance_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[ReadAndLeft]:
-        """Call :meth:`advance` for one position of each sequence."""
-        sequences = self._sequences
-        held = [sequences[seq_id].states for seq_id in seq_ids]
-        return self.states.advance_each(held, positions)
+        sequence's states. The span has to begin at the state that it reads."""
+        return self.states.advance(self._sequence(seq_id).states, start, stop, is_sure, text)
 
     def state(self, seq_id: int) -> State:
-        """The newest recurrent states of a sequence that do not have any wrong draft."""
-        return self._sequence(seq_id).states.resumes
+        """The newest state of a sequence that no wrong draft can be in."""
+        return self.states.resumes(self._sequence(seq_id).states)
 
-    def states_of(self, seq_id: int) -> SequenceStates:
-        """The recurrent states that the sequence holds."""
-        return self._sequence(seq_id).states
-
-    def num_behind(self, seq_id: int, num_computed: int) -> int:
-        """Computed tokens of a sequence whose recurrent states have to be computed again."""
-        return self.states.num_behind(self._sequence(seq_id).states, num_computed)
+    def begins_at(self, seq_id: int, num_computed: int) -> int:
+        """Where the next span of a sequence begins, of which `num_computed` tokens are computed."""
+        return self.states.begins_at(self._sequence(seq_id).states, num_computed)
 
     def take_released(self) -> list[int]:
-        """The ids of recurrent states that nobody has held since the call before."""
-        return self.states.take_released()
+        """The ids of states that nobody has held since the call before."""
+        released, self.states.released = self.states.released, []
+        return released
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares each block with its parent until one of them writes it."""
@@ -278,10 +318,10 @@ class BlockAllocator:
 
     def can_go_back(self, seq_id: int, position: int) -> bool:
         """Whether the sequence can be computed again from `position` on."""
-        states = self._sequence(seq_id).states
-        if states.newest.position > position:
+        held = self._sequence(seq_id).states
+        if not self.states.can_go_back(held, position):
             return False
-        return self.can_continue(seq_id, self.states.first_needed(states, position))
+        return self.can_continue(seq_id, self.states.first_needed(held, position))
 
     def can_continue(self, seq_id: int, position: int) -> bool:
         """Whether the sequence still has all tokens that a query at `position` sees."""
@@ -294,8 +334,7 @@ class BlockAllocator:
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
         self.prefixes.register(sequence, tokens, num_computed)
-        if sequence.states.planned or sequence.states.offered:
-            self.states.offer(sequence.states, partial(self.prefixes.keep, sequence, tokens))
+        self.states.offer(sequence.states, partial(self.prefixes.keep, sequence, tokens))
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make all blocks reusable, the last one even if it is not full, of a sequence that ends:
@@ -303,37 +342,24 @@ class BlockAllocator:
         self.register_prefix(seq_id, tokens, num_computed)
         self.prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
 
-    def keep_state(self, seq_id: int, tokens: Seq[int]) -> None:
-        """Let later texts begin with the sequence's newest state, if its block is registered."""
+    def keep_end(self, seq_id: int, tokens: Seq[int]) -> None:
+        """Let later texts go on from the end of a sequence, if its last block is registered."""
         sequence = self._sequence(seq_id)
-        states = sequence.states
-        newest, before = states.newest, states.cached
-        if newest == EMPTY or (before is not None and before.position == newest.position):
-            return
-        snapshot = Snapshot(newest.position, state=newest.id, before=before)
-        if self.prefixes.keep(sequence, tokens, snapshot):
-            self.states.hold(snapshot.state)
+        self.states.leave(sequence.states, partial(self.prefixes.keep, sequence, tokens))
 
-    def state_after(self, block: int) -> int:
-        """The id of the state that the prefix cache has after a full block; 0: it has none."""
-        snapshots = self.snapshots
-        if snapshots is None or self.block_size not in snapshots.runs(block, self.block_size):
-            return 0
-        return snapshots.get(block, self.block_size).state
+    def leaving(self, block: CachedBlock) -> BlockTransfer | None:
+        """What is kept after a full block that leaves the pool, beside its K/V."""
+        return self.prefixes.ends.leaving(block)
 
-    def adopt_state(self, parent: bytes, tokens: bytes, position: int) -> State | None:
-        """A state after `tokens`, a registered block after `parent`, for the prefix cache. The
-        caller gives the runner the content of the state. None if the cache does not keep one."""
-        state = self.states.new(position)
-        if self.prefixes.ends.keep(parent, tokens, Snapshot(position, state=state.id)):
-            return state
-        self.states.release(state.id)
-        return None
+    def adopt(self, needed: NeededBlock, payload: Any) -> BlockTransfer | None:
+        """Let prefixes end at what is needed beside blocks, whose content `payload` has come from
+        elsewhere. Returns the way of the content into the runner; None: it is not kept."""
+        return self.prefixes.ends.adopt(needed, payload)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
-        """Release the entries that groups with a window do not keep when the sequence's next token
-        is at `position`, or where its recurrent states are. The table still has these entries; they
-        mean nothing. With `offers`, an entry that is not registered yet is kept."""
+        """Release the entries that no group's kind keeps when the sequence's next token is at
+        `position`, or at its state before. The table still has these entries; they mean nothing.
+        With `offers`, an entry that is not registered yet is kept."""
         sequence = self._sequence(seq_id)
         position = self.states.first_needed(sequence.states, position)
         for group_index, group in enumerate(self.groups):

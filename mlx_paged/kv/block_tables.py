@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.kv.prefix_cache import ROOT
-from mlx_paged.kv.states import SequenceStates
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -177,7 +177,7 @@ class SequenceBlocks:
     # Positions ``[private_start, private_stop)`` may be written without a copy.
     private_start: int = 0
     private_stop: int = 0
-    states: SequenceStates = field(default_factory=SequenceStates)
+    states: Any = None  # what its layers keep beside K/V; only the kind of states looks into it
 
     def prefix_hash(self, num_blocks: int) -> bytes:
         return self.hashes[num_blocks - 1] if num_blocks else self.root

@@ -14,9 +14,8 @@ from mlx_paged.kv.prefix_cache import (
     smallest_run,
     token_bytes,
 )
-from mlx_paged.kv.prefix_ends import AnyEnd, KnownBlocks, PrefixEnds
+from mlx_paged.kv.prefix_ends import Checkpoint, KnownBlocks, PrefixEnds
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
-from mlx_paged.kv.snapshots import Snapshot
 
 
 class GroupPrefixes:
@@ -30,13 +29,17 @@ class GroupPrefixes:
     """
 
     def __init__(
-        self, groups: Sequence[LayerGroup], store: BlockStore, tables: BlockTables
+        self,
+        groups: Sequence[LayerGroup],
+        store: BlockStore,
+        tables: BlockTables,
+        ends: PrefixEnds,
     ) -> None:
         self._groups = groups
         self._store = store
         self._tables = tables
         self._block_size = store.prefixes[0].block_size
-        self.ends: PrefixEnds = AnyEnd(store.prefixes)
+        self.ends = ends
         # Group, block and hash of each block that was registered; a tier reads them. None: no tier.
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 
@@ -53,23 +56,22 @@ class GroupPrefixes:
             [block for block in of_group[first:count] if block is not None]
             for of_group, first in zip(found, self._first_kept(count), strict=True)
         ]
-        without_state = whole if whole > end.position else 0
         return PrefixMatch(
             known.hashes[:count],
             blocks,
             end.tails,
             end.position,
             end.miss,
-            end.snapshot,
-            without_state,
+            end.checkpoint,
+            longer=whole if whole > end.position else 0,
         )
 
     def needed(
         self, tokens: Sequence[int], salt: bytes, elsewhere: Container[bytes]
     ) -> list[NeededBlock]:
         """The full blocks, in order, that a prompt could reuse if the pool had the blocks whose
-        keys are in `elsewhere`, and the states after them. None of them if the prompt can reuse as
-        many tokens without."""
+        keys are in `elsewhere`, and what a prefix needs at its end beside blocks. None of them if
+        the prompt can reuse as many tokens without."""
         stop, size, root = len(tokens) - 1, self._block_size, root_hash(salt)
         # A block that ends with the prompt is reused but for its last token.
         is_last_useful = self.ends.is_within_blocks and size > smallest_run(size)
@@ -180,11 +182,12 @@ class GroupPrefixes:
             prefixes.register(block, sequence.prefix_hash(last), content)
         sequence.private_stop = 0
 
-    def keep(self, sequence: SequenceBlocks, tokens: Sequence[int], snapshot: Snapshot) -> bool:
-        """Keep a snapshot of the sequence's states if its block is known and has none there."""
+    def keep(self, sequence: SequenceBlocks, tokens: Sequence[int], checkpoint: Checkpoint) -> bool:
+        """Let prefixes end at a checkpoint of the sequence, if its block is known and has none at
+        this position. Returns whether the checkpoint is kept."""
         size = self._block_size
-        block = (snapshot.position - 1) // size
+        block = (checkpoint.position - 1) // size
         if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
-        content = token_bytes(tokens, block * size, snapshot.position)
-        return self.ends.keep(sequence.prefix_hash(block), content, snapshot)
+        content = token_bytes(tokens, block * size, checkpoint.position)
+        return self.ends.keep(sequence.prefix_hash(block), content, checkpoint)

@@ -4,13 +4,13 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from typing import Protocol
+from weakref import WeakSet
 
 import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32, memory
-from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import planned_block_bytes
 from mlx_paged.kv.shapes import KVShape
@@ -31,11 +31,24 @@ that it attends to. All steps under way hold at most so many times the pool of t
 CACHE_SHARE = 0.1  # default limit of MLX's cache, as a part of the device's memory
 LONG_PROMPT = 1 << 14  # tokens; a step takes more where keys of a longer prompt are gathered
 NUM_EMPTY_BLOCKS = 1 << 16
-SNAPSHOT_SHARE = 4  # default: snapshots of recurrent states take at most 1/4 of the pool's memory
-SNAPSHOTS_PER_REQUEST = 4  # default, for each request that can run: a chat leaves two a turn
 
-_with_snapshots: WeakKeyDictionary[BlockAllocator, int] = WeakKeyDictionary()
-_lock = threading.Lock()  # guards _with_snapshots
+
+class Promise(Protocol):
+    """What may take memory later that is not to be given to others."""
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that it may take and has not taken yet."""
+
+
+_promises: WeakSet[Promise] = WeakSet()
+_lock = threading.Lock()  # guards _promises
+
+
+def promise(holder: Promise) -> None:
+    """While `holder` lives, count what it may take as in use."""
+    with _lock:
+        _promises.add(holder)
 
 
 def physical_memory() -> int:
@@ -60,14 +73,10 @@ def device_memory() -> int:
 
 
 def memory_in_use() -> int:
-    """Bytes of all evaluated arrays of this process, of pools that MLX does not count, and of
-    promised snapshots not yet taken."""
+    """Bytes of all evaluated arrays of this process, of pools that MLX does not count, and those
+    that are promised and not taken yet."""
     with _lock:
-        promised = sum(
-            state_bytes * (snapshots.max_snapshots - len(snapshots))
-            for allocator, state_bytes in _with_snapshots.items()
-            if (snapshots := allocator.snapshots) is not None
-        )
+        promised = sum(holder.promised_bytes for holder in _promises)
     return mx.get_active_memory() + ops.reserved_bytes() + promised
 
 
@@ -125,7 +134,7 @@ class MemoryBudget:
 
     Attributes:
         weights: of the models.
-        pool: K/V, and snapshots of recurrent states.
+        pool: K/V, and states that the prefix cache may keep.
         cache: MLX's limit for freed buffers; None on a CPU, where nothing limits them.
         step: the arrays of a step at most.
         copies: of the pool, where plain MLX writes to it or reads it on a GPU.
@@ -179,7 +188,7 @@ def num_blocks_for(
     block_size: int,  # tokens that all layers hold together in ``plan.width`` blocks
     # The budget; None: the default less `reserved`, limited by `longest_pool`.
     kv_memory: int | None,
-    reserved: int = 0,  # bytes that snapshots are going to take
+    reserved: int = 0,  # bytes that states of the prefix cache may take
     beside: int = 0,  # see `default_kv_memory`
 ) -> int:
     """How many blocks the budget in bytes holds. The caller evaluates the weights before. Raises
@@ -192,7 +201,7 @@ def num_blocks_for(
         _check_held(kv_memory, max_blocks * one_block, reserved)
     default = max(0, default_kv_memory(beside) - reserved)
     budget = default if kv_memory is None else kv_memory
-    if one_block == 0:  # only recurrent layers: blocks just count tokens
+    if one_block == 0:  # no layer stores K/V: blocks just count tokens
         return NUM_EMPTY_BLOCKS
     if budget < smallest:
         in_use = f" by default ({memory(memory_in_use())} are in use)" if kv_memory is None else ""
@@ -219,23 +228,3 @@ def _check_held(kv_memory: int, longest: int, reserved: int) -> None:
             f"{memory(int(mx.device_info()['max_buffer_length']))}, the device's limit: expected "
             f"at most {memory(longest)}"
         )
-
-
-def num_snapshots_for(state_bytes: int, max_running: int, snapshot_memory: int | None) -> int:
-    """How many snapshots of `state_bytes` each the budget in bytes holds. Raises ValueError if the
-    budget is neither 0 nor enough for one."""
-    if snapshot_memory is None:
-        affordable = default_kv_memory() // SNAPSHOT_SHARE // max(1, state_bytes)
-        return max(1, min(SNAPSHOTS_PER_REQUEST * max_running, affordable))
-    if snapshot_memory and snapshot_memory < state_bytes:
-        raise ValueError(
-            f"[Engine] snapshot_memory is {memory(snapshot_memory)}, but the recurrent states of "
-            f"one sequence take {memory(state_bytes)}: expected at least that, or 0 for none"
-        )
-    return snapshot_memory // max(1, state_bytes)
-
-
-def promise_snapshots(allocator: BlockAllocator, state_bytes: int) -> None:
-    """While `allocator` lives, count the memory of all snapshots that it may keep as in use."""
-    with _lock:
-        _with_snapshots[allocator] = state_bytes

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_cache import (
     TOKEN_BYTES,
     CachedBlock,
@@ -12,7 +13,6 @@ from mlx_paged.kv.prefix_cache import (
     token_bytes,
 )
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, miss_reason
-from mlx_paged.kv.snapshots import Snapshot
 
 
 @dataclass(slots=True)
@@ -77,7 +77,13 @@ class PrefixEnd(NamedTuple):
     position: int
     tails: list[CachedBlock]  # of each group the block that the end is in; none at a block's end
     miss: MissReason | None
-    snapshot: Snapshot | None = None
+    checkpoint: Any = None  # what is kept there beside blocks
+
+
+class Checkpoint(Protocol):
+    """What layers keep of a text at one position, so that later texts can go on there."""
+
+    position: int
 
 
 class PrefixEnds(Protocol):
@@ -88,9 +94,9 @@ class PrefixEnds(Protocol):
     def latest(self, known: KnownBlocks) -> PrefixEnd:
         """The last end of a prefix that can be reused."""
 
-    def keep(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
+    def keep(self, parent: bytes, tokens: bytes, checkpoint: Any) -> bool:
         """Let prefixes end after `tokens`, a known block or its first tokens after `parent`, where
-        `snapshot` was taken. Returns whether the snapshot is kept."""
+        `checkpoint` was taken. Returns whether the checkpoint is kept."""
 
     def shorten(self, hashes: list[bytes], known: KnownBlocks, elsewhere: Container[bytes]) -> None:
         """Remove the last of some blocks until a prefix can end after them, if what lies elsewhere
@@ -98,6 +104,13 @@ class PrefixEnds(Protocol):
 
     def needed_after(self, index: int, block: CachedBlock) -> list[NeededBlock]:
         """What a prefix needs that ends after a full block, beside blocks."""
+
+    def leaving(self, block: CachedBlock) -> BlockTransfer | None:
+        """What is kept after a full block that leaves the pool, beside its K/V."""
+
+    def adopt(self, needed: NeededBlock, payload: Any) -> BlockTransfer | None:
+        """Let prefixes end at what :meth:`needed_after` named, whose content `payload` has come
+        from elsewhere. Returns the way of the content into the runner; None: it is not kept."""
 
     def check_integrity(self) -> None:
         """Assert that all books agree."""
@@ -128,7 +141,7 @@ class AnyEnd:
         )
         return PrefixEnd(position, found.blocks, miss)
 
-    def keep(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
+    def keep(self, parent: bytes, tokens: bytes, checkpoint: Any) -> bool:
         return False
 
     def shorten(self, hashes: list[bytes], known: KnownBlocks, elsewhere: Container[bytes]) -> None:
@@ -136,6 +149,12 @@ class AnyEnd:
 
     def needed_after(self, index: int, block: CachedBlock) -> list[NeededBlock]:
         return []
+
+    def leaving(self, block: CachedBlock) -> BlockTransfer | None:
+        return None
+
+    def adopt(self, needed: NeededBlock, payload: Any) -> BlockTransfer | None:
+        return None
 
     def check_integrity(self) -> None:
         pass

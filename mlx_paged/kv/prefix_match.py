@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
-from mlx_paged.kv.snapshots import Snapshot
 
 
 class MissReason(StrEnum):
@@ -42,9 +42,8 @@ class PrefixMatch:
     tails: list[CachedBlock]
     num_cached: int  # leading tokens of the prompt that are found
     miss: MissReason | None  # why the reuse ended there; None if all that can be reused is
-    # The recurrent states after the `num_cached` tokens; None if the model has no such states.
-    snapshot: Snapshot | None = None
-    prefix_without_state: int = 0  # length of a longer cached prefix that lacks its state; 0: none
+    checkpoint: Any = None  # what is kept at its end beside blocks; None: nothing
+    longer: int = 0  # length of a longer cached prefix that cannot be reused; 0: there is none
     copies: Sequence[BlockCopy] = ()  # block copies to perform, in order, before any write
 
 
@@ -56,7 +55,7 @@ class NeededBlock:
     group: int  # its layer group
     known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
     key: bytes  # as :func:`block_key`
-    is_state: bool = False  # whether these are the recurrent states after the block, not its K/V
+    is_state: bool = False  # whether it is not the block, but what is kept after it beside K/V
 
     def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
         """What the pool has of it now."""
@@ -66,12 +65,6 @@ class NeededBlock:
 def block_key(hash: bytes, group: int) -> bytes:
     """The name of a block outside the pool, 24 bytes."""
     return hash + group.to_bytes(8, "little", signed=True)
-
-
-def state_key(hash: bytes) -> bytes:
-    """The name of the recurrent states after a block outside the pool, 24 bytes. No layer group has
-    the number -1."""
-    return block_key(hash, -1)
 
 
 def miss_reason(

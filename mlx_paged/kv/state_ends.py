@@ -1,7 +1,9 @@
 """Prefixes of a model with recurrent layers end at snapshots. Knows no mlx."""
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_cache import (
     TOKEN_BYTES,
     CachedBlock,
@@ -10,8 +12,9 @@ from mlx_paged.kv.prefix_cache import (
     token_bytes,
 )
 from mlx_paged.kv.prefix_ends import KnownBlocks, LongestRun, PrefixEnd
-from mlx_paged.kv.prefix_match import MissReason, NeededBlock, miss_reason, state_key
+from mlx_paged.kv.prefix_match import MissReason, NeededBlock, block_key, miss_reason
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from mlx_paged.kv.state_kind import State
 
 
 class StateEnds:
@@ -21,14 +24,23 @@ class StateEnds:
 
     Args:
         caches: of each layer group.
+        new_state: a state at a position, held once.
+        release: called with the id of a state that is not kept.
     """
 
     is_within_blocks = False
 
-    def __init__(self, caches: Sequence[PrefixCache], snapshots: Snapshots) -> None:
+    def __init__(
+        self,
+        caches: Sequence[PrefixCache],
+        snapshots: Snapshots,
+        new_state: Callable[[int], State],
+        release: Callable[[int], None],
+    ) -> None:
         self._first, *self._others = caches
         self._block_size = self._first.block_size
         self._snapshots = snapshots
+        self._new_state, self._release = new_state, release
         self._first.dependents = snapshots
         for cache in caches:
             cache.min_run = 1  # a state is worth a copy of any length
@@ -47,11 +59,11 @@ class StateEnds:
                 return PrefixEnd(position, tails if run else [], miss, snapshot)
         return PrefixEnd(0, [], self._miss_reason(0, known))
 
-    def keep(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
+    def keep(self, parent: bytes, tokens: bytes, checkpoint: Snapshot) -> bool:
         block = self._first.beginning_with(parent, tokens)
         if block is None:
             return False
-        return self._snapshots.add(block.block, len(tokens) // TOKEN_BYTES, snapshot)
+        return self._snapshots.add(block.block, len(tokens) // TOKEN_BYTES, checkpoint)
 
     def shorten(self, hashes: list[bytes], known: KnownBlocks, elsewhere: Container[bytes]) -> None:
         while hashes and (
@@ -61,6 +73,20 @@ class StateEnds:
 
     def needed_after(self, index: int, block: CachedBlock) -> list[NeededBlock]:
         return [NeededBlock(index, 0, block, state_key(block.hash), is_state=True)]
+
+    def leaving(self, block: CachedBlock) -> BlockTransfer | None:
+        if self._block_size not in self._snapshots.runs(block.block, self._block_size):
+            return None
+        state_id = self._snapshots.get(block.block, self._block_size).state
+        return BlockTransfer(state_key(block.hash), 0, (), state=state_id)
+
+    def adopt(self, needed: NeededBlock, payload: Any) -> BlockTransfer | None:
+        state = self._new_state((needed.index + 1) * self._block_size)
+        known = needed.known
+        if self.keep(known.parent, known.tokens, Snapshot(state.position, state=state.id)):
+            return BlockTransfer(needed.key, 0, (), payload, state.id)
+        self._release(state.id)
+        return None
 
     def check_integrity(self) -> None:
         lengths = {
@@ -99,3 +125,9 @@ class StateEnds:
             return MissReason.NO_STATE
         min_run = self._first.min_run
         return miss_reason(min_run, position, stop, 0, known.was_evicted, found.goes_on)
+
+
+def state_key(hash: bytes) -> bytes:
+    """The name of the recurrent states after a block outside the pool, 24 bytes. No layer group has
+    the number -1."""
+    return block_key(hash, -1)

@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import ReferenceType, ref
 
+from mlx_paged.arguments import integer
+from mlx_paged.kv.prefix_cache import PrefixCache
+from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
+from mlx_paged.kv.prefix_match import PrefixMatch
+from mlx_paged.kv.snapshot_plan import chunk_stop, snapshots_on_the_way
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
-
-
-class State(NamedTuple):
-    """The states of a model's recurrent layers after the first `position` tokens of a text.
-
-    A step computes the arrays of a state, and nothing changes them later. The runner has the
-    arrays by id. Id 0 stands for the states before the first token, which have no arrays.
-    """
-
-    id: int
-    position: int
-
-
-EMPTY = State(0, 0)
-
-
-class Move(NamedTuple):
-    """What a span does to its sequence's states: it begins with one state, and leaves others."""
-
-    reads: State
-    leaves: tuple[State, ...] = ()  # ordered by position; the last one is after the span
-
-
-ReadAndLeft = tuple[State, tuple[State, ...]]
-"""The fields of a :class:`Move`, without the time to make one for each decode."""
+from mlx_paged.kv.state_ends import StateEnds
+from mlx_paged.kv.state_kind import EMPTY, Keep, Move, ReadAndLeft, State, Text
 
 
 @dataclass(slots=True)
@@ -73,27 +54,47 @@ class SequenceStates:
 
 
 class StateIds:
-    """Gives each recurrent state an id when a step is planned, and counts who holds the state.
+    """The kind of recurrent layers: gives each of their states an id when a step is planned, and
+    counts who holds the state.
 
     A sequence holds its newest state, a snapshot of the prefix cache holds one. A state that nobody
     holds is released: the runner forgets its arrays after the step that is planned next.
 
     Args:
-        max_snapshots: snapshots of the prefix cache at most; 0: there are none. None: the model has
-            no recurrent layers, so that no state is ever held.
-
-    Attributes:
-        exist: whether the model has recurrent layers.
+        max_snapshots: snapshots of the prefix cache at most; 0: there are none, and no prefix is
+            reused.
+        state_bytes: of the arrays of one state.
     """
 
-    def __init__(self, max_snapshots: int | None = None) -> None:
-        self.exist = max_snapshots is not None
+    exist = True
+
+    def __init__(self, max_snapshots: int = 0, state_bytes: int = 0) -> None:
         self.snapshots: Snapshots | None = None
-        if max_snapshots:
+        if integer("Engine", "max_snapshots", max_snapshots, 0):
             self.snapshots = Snapshots(max_snapshots, self.release)
+        self.released: list[int] = []
+        self._state_bytes = state_bytes
+        self._block_size = 0
         self._holders: dict[int, int] = {}
         self._num_given = 0
-        self._released: list[int] = []
+
+    @property
+    def can_share(self) -> bool:
+        return self.snapshots is not None
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of the snapshots that have not been taken yet, all of which may be kept."""
+        snapshots = self.snapshots
+        if snapshots is None:
+            return 0
+        return self._state_bytes * (snapshots.max_snapshots - len(snapshots))
+
+    def prefix_ends(self, caches: Sequence[PrefixCache]) -> PrefixEnds:
+        self._block_size = caches[0].block_size
+        if self.snapshots is None:
+            return AnyEnd(caches)
+        return StateEnds(caches, self.snapshots, self.new, self.release)
 
     def new(self, position: int) -> State:
         """A state that no step has left yet, held once."""
@@ -115,58 +116,67 @@ class StateIds:
             self._holders[state_id] = count
         else:
             del self._holders[state_id]
-            self._released.append(state_id)
-
-    def take_released(self) -> list[int]:
-        """The ids that were released since the call before."""
-        released, self._released = self._released, []
-        return released
+            self.released.append(state_id)
 
     # Of sequences
 
-    def begin(self, found: Snapshot | None, without_state: int = 0) -> SequenceStates:
-        """The states of a new sequence, which goes on from a snapshot or from its first token."""
+    def begin(self, match: PrefixMatch) -> SequenceStates:
+        without_state, found = match.longer, match.checkpoint
         if found is None:
             return SequenceStates(without_state=without_state)
+        assert self.snapshots is not None, "a snapshot is found where none is kept"
+        self.snapshots.use(found)
         self.hold(found.state)
         newest = State(found.state, found.position)
         return SequenceStates(newest, without_state=without_state, last_snapshot=ref(found))
 
     def fork(self, parent: SequenceStates) -> SequenceStates:
-        """The states of a sequence that goes on where its parent is."""
         self.hold(parent.newest.id)
         if parent.sure is not None:
             self.hold(parent.sure.id)
         return SequenceStates(parent.newest, parent.sure, last_snapshot=parent.last_snapshot)
 
     def end(self, states: SequenceStates) -> None:
-        """The sequence has ended."""
         self.release(states.newest.id)
         if states.sure is not None:
             self.release(states.sure.id)
         self._drop(states.planned)
         self._drop(states.offered)
 
-    def first_needed(self, states: SequenceStates, position: int) -> int:
-        """The first token that a sequence may have to compute when its next one is at `position`:
-        it may have to go on from an earlier state."""
-        return min(position, states.resumes.position) if self.exist else position
+    def resumes(self, states: SequenceStates) -> State:
+        return states.resumes
 
-    def num_behind(self, states: SequenceStates, num_computed: int) -> int:
-        """Computed tokens of a sequence whose states have to be computed again."""
-        return num_computed - states.newest.position if self.exist else 0
+    def begins_at(self, states: SequenceStates, num_computed: int) -> int:
+        return states.newest.position
+
+    def first_needed(self, states: SequenceStates, position: int) -> int:
+        return min(position, states.resumes.position)
+
+    def can_go_back(self, states: SequenceStates, position: int) -> bool:
+        return states.newest.position <= position
+
+    def chunk_stop(self, start: int, stop: int, num_tokens: int) -> int:
+        return chunk_stop(start, stop, num_tokens, self._block_size)
 
     def advance(
         self,
         states: SequenceStates,
         start: int,
         stop: int,
-        is_sure: bool = True,  # whether no drafts are among the tokens up to `stop`
-        snapshots: Sequence[Snapshot] = (),  # to take on the way, ordered by position
+        is_sure: bool = True,
+        text: Text | None = None,
+        snapshots: Sequence[Snapshot] = (),  # to take on the way, beside those that `text` gets
     ) -> Move:
-        """Plan a span that computes the K/V of ``[start, stop)``."""
-        if not self.exist:
-            return Move(State(0, start))
+        if text is not None and self.snapshots is not None:
+            snapshots = snapshots_on_the_way(
+                text,
+                start,
+                stop,
+                self.snapshots,
+                self._block_size,
+                before=states.snapshot,
+                without_state=states.without_state,
+            )
         before = states.newest
         leaves = list[State]()
         if snapshots:
@@ -190,20 +200,19 @@ class StateIds:
             self.release(before.id)
         return Move(before, tuple(leaves))
 
-    def advance_each(
-        self, sequences: Sequence[SequenceStates], positions: Sequence[int]
+    def advance_together(
+        self, of_sequences: Iterable[SequenceStates], positions: Sequence[int]
     ) -> list[ReadAndLeft]:
-        """Call :meth:`advance` for the token at one position of each sequence."""
         moves = list[ReadAndLeft]()
         holders, given = self._holders, self._num_given
-        for states, position in zip(sequences, positions, strict=True):
+        for states, position in zip(of_sequences, positions, strict=True):
             given += 1
             before, newest = states.newest, State(given, position + 1)
             holders[given] = 1
             states.newest = newest
             if holders.get(before.id) == 1:
                 del holders[before.id]
-                self._released.append(before.id)
+                self.released.append(before.id)
             else:
                 self.release(before.id)
             if states.sure is not None:
@@ -213,7 +222,6 @@ class StateIds:
         return moves
 
     def settle(self, states: SequenceStates, num_tokens: int) -> None:
-        """The sequence's first `num_tokens` tokens are right, and it has no others."""
         if states.newest.position > num_tokens:
             assert states.sure is not None, "no state is kept from before the wrong tokens"
             assert states.sure.position <= num_tokens, "the state that is kept has wrong tokens"
@@ -222,15 +230,25 @@ class StateIds:
         else:
             self._forget_sure(states)
 
-    def offer(self, states: SequenceStates, keep: Callable[[Snapshot], bool]) -> None:
+    def offer(self, states: SequenceStates, keep: Keep) -> None:
         """Offer snapshots to the prefix cache by `keep`: those that are planned, and for the second
         time those that were offered before. The second offer of a kept snapshot is a use, because
         the sequence has gone on from the snapshot; others have another chance."""
+        if not states.planned and not states.offered:
+            return
         before, states.offered, states.planned = states.offered, states.planned, []
         for snapshot in [*states.offered, *before]:
             if keep(snapshot):
                 self.hold(snapshot.state)
         self._drop(before)
+
+    def leave(self, states: SequenceStates, keep: Keep) -> None:
+        newest, before = states.newest, states.cached
+        if newest == EMPTY or (before is not None and before.position == newest.position):
+            return
+        snapshot = Snapshot(newest.position, state=newest.id, before=before)
+        if keep(snapshot):
+            self.hold(snapshot.state)
 
     def _drop(self, snapshots: list[Snapshot]) -> None:
         for snapshot in snapshots:
@@ -242,10 +260,9 @@ class StateIds:
             self.release(states.sure.id)
             states.sure = None
 
-    def check_integrity(self, sequences: Iterable[SequenceStates]) -> None:
-        """Assert that every holder is counted."""
+    def check_integrity(self, of_sequences: Iterable[SequenceStates]) -> None:
         held = Counter[int]()
-        for states in sequences:
+        for states in of_sequences:
             held[states.newest.id] += 1
             held.update([states.sure.id] if states.sure is not None else ())
             held.update([each.state for each in (*states.planned, *states.offered)])
@@ -253,4 +270,4 @@ class StateIds:
             held.update(self.snapshots.state_ids())
         del held[0]
         assert dict(held) == self._holders, "a state is lost, or held by nobody"
-        assert not self._holders.keys() & self._released, "a state that is held was released"
+        assert not self._holders.keys() & self.released, "a state that is held was released"

@@ -12,7 +12,7 @@ from typing import Any
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES, CachedBlock
-from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key, state_key
+from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
 from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request
 
@@ -147,9 +147,10 @@ class KVDiskTier:
             blocks = self._allocator.store.blocks_of(known.block)
             self.leaving[key] = BlockTransfer(key, group, blocks)
             self._leaving_bytes += self._entry_bytes[group]
-        state, key = self._allocator.state_after(known.block), state_key(known.hash)
-        if state and state not in self._coming_states and key not in self.store:
-            self.leaving[key] = BlockTransfer(key, group, (), state=state)
+        beside = self._allocator.leaving(known)
+        if beside is None or beside.state in self._coming_states or beside.key in self.store:
+            return
+        self.leaving[beside.key] = beside
 
     # From the store to the pool
 
@@ -235,7 +236,7 @@ class KVDiskTier:
     def _adopt(self, awaited: _Awaited) -> list[BlockTransfer]:
         """Take entries of the pool for the blocks that were read. The step being planned does not
         evict these entries: their content is not in the pool yet."""
-        store, block_size = self._allocator.store, self._allocator.block_size
+        store = self._allocator.store
         # The blocks that the request has found become the last to be evicted; only the new blocks
         # are evicted after them.
         for each in awaited.held:
@@ -252,11 +253,10 @@ class KVDiskTier:
                     awaited.absent.clear()
                     break
                 if each.is_state:
-                    position = (each.index + 1) * block_size
-                    state = self._allocator.adopt_state(known.parent, known.tokens, position)
-                    if state is not None:
-                        adopted.append(BlockTransfer(each.key, 0, (), payload, state.id))
-                        self._coming_states.add(state.id)
+                    transfer = self._allocator.adopt(each, payload)
+                    if transfer is not None:
+                        adopted.append(transfer)
+                        self._coming_states.add(transfer.state)
                 elif each.find(store.prefixes) is None:
                     if store.num_available < self._allocator.groups[group].width:
                         break

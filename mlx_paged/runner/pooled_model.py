@@ -23,10 +23,11 @@ from mlx_paged.kv.memory import (
     gpu_memory,
     memory_in_use,
     num_blocks_for,
-    num_snapshots_for,
-    promise_snapshots,
+    promise,
 )
 from mlx_paged.kv.pool import KVPool, planned_block_bytes
+from mlx_paged.kv.snapshot_memory import num_snapshots_for
+from mlx_paged.kv.states import StateIds
 from mlx_paged.options import KVBits, PoolConfig
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
@@ -143,12 +144,15 @@ class PooledModel:
         keeps_all = all(group.keeps_all for group in self.plan.groups)
         self.longest_chunk = _longest_chunk(config) if keeps_all else config.prefill_chunk
         block_size, num_blocks = config.block_size, measured.num_blocks
+        states = None
+        if self.profile.recurrent:
+            states = StateIds(self.max_snapshots, self.profile.state_bytes)
         self.allocator = make_allocator(
             num_blocks,
             block_size,
             self.plan.groups,
             self.longest_chunk,
-            self.max_snapshots if self.profile.recurrent else None,
+            states,
         )
         self._budget = measured.budget
         cache = self._budget.cache
@@ -157,7 +161,8 @@ class PooledModel:
             self._budget = replace(self._budget, cache=self.limits.cache)
         holder = self.limits and self.limits.holder
         self.pool = KVPool((), num_blocks, block_size, self.plan, num_blocks, holder)
-        promise_snapshots(self.allocator, self.profile.state_bytes)
+        if states is not None:
+            promise(states)
         self.runner = make_runner(
             measured.model,
             self.profile,

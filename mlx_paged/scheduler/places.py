@@ -10,8 +10,7 @@ from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import WaitingQueue, choose_preempted
 from mlx_paged.scheduler.progress import Planning, Progress
-from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
-from mlx_paged.scheduler.tier import NoTier, Tier
+from mlx_paged.scheduler.tier import Tier
 
 
 class Places:
@@ -21,7 +20,12 @@ class Places:
     another request is preempted: its blocks are freed, and its tokens are computed again later.
     Parked sequences hold blocks but are not computed: forks that wait, and ended requests kept for
     later forks. They lose their blocks before any running request is preempted.
+
+    Attributes:
+        tier: K/V beyond the pool, and the requests that wait for it.
     """
+
+    tier: Tier
 
     def __init__(
         self,
@@ -45,10 +49,6 @@ class Places:
         self.victims = victims
         self.watermark = watermark
         self.clock, self._scores = clock, scores
-        self._plan: SnapshotPlan | None = None
-        if self.prefix_cache and allocator.states.exist:
-            self._plan = SnapshotPlan(allocator)
-        self.tier: Tier = NoTier()  # K/V beyond the pool, and the requests that wait for it
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
@@ -180,6 +180,6 @@ class Places:
         length = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and length:
             self.allocator.register_tail(request.id, request.keys, length)
-            if self._plan is not None and is_continued:
-                self._plan.at_the_end(request)
+            if is_continued and length == request.num_computed:
+                self.allocator.keep_end(request.id, request.keys)
         self.allocator.free(request.id)

@@ -9,7 +9,7 @@ from itertools import groupby, repeat
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.kv.prefix_match import PrefixMatch
-from mlx_paged.kv.states import ReadAndLeft
+from mlx_paged.kv.state_kind import ReadAndLeft
 from mlx_paged.request import Request
 from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, StepWork
 

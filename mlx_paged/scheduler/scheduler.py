@@ -1,12 +1,13 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer, OutOfBlocksError
+from mlx_paged.kv.prefix_match import MissReason, PrefixMatch
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
@@ -16,13 +17,50 @@ from mlx_paged.scheduler.policies import choose_preempted
 from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, StepReport
-from mlx_paged.scheduler.tier import NoTier, Tier
+from mlx_paged.scheduler.tier import Tier
 from mlx_paged.scheduler.turns import Turn, is_overtaken
 
 REGAIN = 1 / 64
 """By how much a step raises the number of requests that may run, after the device has failed."""
 
 PredictSeconds = Callable[[int, int], float]  # of a prompt's tokens ``[start, stop)``
+
+
+class NoTier:
+    """A tier that keeps nothing."""
+
+    loading: Mapping[int, Request] = {}
+    leaving: Mapping[bytes, BlockTransfer] = {}
+
+    def arrived(self, waits: bool) -> list[Request]:
+        return []
+
+    def ask(self, request: Request) -> bool:
+        return False
+
+    def delays(self, request: Request, loads: list[BlockTransfer]) -> bool:
+        return False
+
+    def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
+        return match.miss
+
+    def forget(self, request: Request) -> None:
+        pass
+
+    def copies_when_idle(self) -> list[BlockTransfer]:
+        return []
+
+    def has_more(self) -> bool:
+        return False
+
+    def put(self, copied: Sequence[BlockTransfer]) -> None:
+        pass
+
+    def metrics(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 class Scheduler(Places):
@@ -74,6 +112,7 @@ class Scheduler(Places):
         if drafter is not None:
             self.speculation = Speculation(drafter, allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
+        self.tier = NoTier()
         if open_tier is not None and self.has_tier:  # last: an open disk is locked
             self.tier = open_tier(self.budget.seconds_to_compute)
 
@@ -104,11 +143,10 @@ class Scheduler(Places):
             self._schedule_isolated(planning)
         else:
             self._schedule_all(planning)
-        has_states = self.allocator.states.exist
         has_drafts = self.speculation is not None and self.speculation.reads_first
         step = planning.step(
             stores=list(self.tier.leaving.values()),
-            released=self.allocator.take_released() if has_states else [],
+            released=self.allocator.take_released() if self.allocator.states.released else [],
             is_read_first=has_drafts or bool(planning.loads),
             is_held_back=self.progress.num_under_way > 0 and planning.work.chunk_tokens > 0,
         )
@@ -117,7 +155,7 @@ class Scheduler(Places):
 
     def complete(self, request: Request, is_continued: bool = True) -> None:
         """Remove a request. Its blocks are freed, which caches them, or stay parked. Unless
-        `is_continued`, no prompt is expected to continue it: its last recurrent states go."""
+        `is_continued`, no prompt is expected to continue it: its last state goes."""
         self._isolated.pop(request.id, None)
         if self.speculation is not None:
             self.speculation.drafter.drop(request)
@@ -167,7 +205,7 @@ class Scheduler(Places):
             self.budget.observe(step.work, own_seconds)
 
     def take_released(self) -> list[int]:
-        """The ids of recurrent states that nothing holds any more."""
+        """The ids of states that nothing holds any more."""
         return self.allocator.take_released()
 
     def copies_done(self) -> None:
@@ -284,9 +322,8 @@ class Scheduler(Places):
             positions = [request.num_computed for request in decodes]
             with suppress(OutOfBlocksError):
                 ids = [request.id for request in decodes]
-                planning.copies += self.allocator.append_each(ids, positions)
-                has_states = self.allocator.states.exist
-                moves = self.allocator.advance_each(ids, positions) if has_states else None
+                copies, moves = self.allocator.append_each(ids, positions)
+                planning.copies += copies
                 planning.add_decodes(decodes, positions, moves)
                 return
         for request in decodes:
@@ -343,8 +380,8 @@ class Scheduler(Places):
         """Add a span of a running request; preempt others if no block is free."""
         start = request.num_computed
         stop = start + min(request.num_pending, budget)
-        if self._plan is not None:
-            stop = self._plan.stop(request, start, stop)
+        if self.prefix_cache:
+            stop = self.allocator.states.chunk_stop(start, stop, request.num_tokens)
         while True:
             try:
                 copies = self.allocator.make_writable(request.id, start, stop)
@@ -354,8 +391,8 @@ class Scheduler(Places):
                     return
         planning.copies += copies
         samples = stop == request.num_tokens
-        snapshots = self._plan.on_the_way(request, start, stop) if self._plan else ()
-        move = self.allocator.advance(request.id, start, stop, snapshots=snapshots)
+        text = request if self.prefix_cache else None
+        move = self.allocator.advance(request.id, start, stop, text=text)
         forks = self._fork_samples(request, stop) if samples and request.samples else ()
         planning.add(Span.of(request, start, stop, samples, move, forks))
 

@@ -122,7 +122,7 @@ class Speculation:
 
     def _behind(self, request: Request) -> int:
         """Computed tokens of a request whose recurrent states have to be computed again."""
-        return self._allocator.num_behind(request.id, request.num_computed)
+        return request.num_computed - self._allocator.begins_at(request.id, request.num_computed)
 
     def _depths(self, likely: dict[Request, float]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""

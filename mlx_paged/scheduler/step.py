@@ -6,7 +6,7 @@ from operator import add
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
-from mlx_paged.kv.states import Move, State
+from mlx_paged.kv.state_kind import Move, State
 from mlx_paged.request import Request
 
 

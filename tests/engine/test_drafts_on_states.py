@@ -43,7 +43,7 @@ def num_behind(engine: Engine, request: Request) -> int:
     allocator = engine.scheduler.allocator
     if request.id not in allocator:
         return 0
-    return allocator.num_behind(request.id, request.num_computed)
+    return request.num_computed - allocator.begins_at(request.id, request.num_computed)
 
 
 def check_alone(model, asked, params, done) -> None:
@@ -74,7 +74,7 @@ def check_architecture(name: str, share: float) -> None:
         assert engine.stats.steps < 4 * 20 / 2, "drafts save steps"
     engine.scheduler.allocator.check_integrity()
     assert engine.scheduler.allocator.store.blocks_in_use == 0
-    kept = {*engine.scheduler.allocator.snapshots.state_ids()}
+    kept = {*engine.scheduler.allocator.states.snapshots.state_ids()}
     assert engine.runner.states._held.keys() == kept, "states are left behind"
 
 

@@ -409,7 +409,7 @@ def test_the_snapshot_of_an_aborted_prompt_begins_nothing_of_its_chunk(kind):
     begun = list(map(has_begun, pending))
     engine.abort(request)
     assert not all(begun) and list(map(has_begun, pending)) == begun
-    *_, left = engine.manager.allocator.snapshots.state_ids()
+    *_, left = engine.manager.allocator.states.snapshots.state_ids()
     states = engine.runner.states.arrays([left])
     assert not all(map(has_begun, states))
     engine.settle()

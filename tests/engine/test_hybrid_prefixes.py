@@ -66,8 +66,8 @@ def assert_as_alone(model: nn.Module, prompt: list[int], completion: Completion)
 
 
 def num_snapshots(engine: Engine) -> int:
-    assert engine.manager.allocator.snapshots is not None
-    return len(engine.manager.allocator.snapshots)
+    assert engine.manager.allocator.states.snapshots is not None
+    return len(engine.manager.allocator.states.snapshots)
 
 
 @pytest.mark.sampled(12)
@@ -363,7 +363,7 @@ class TestTheBound:
         for max_running, share in ((4, 0.0), (1000, 0.25)):
             engine = Engine(jamba, block_size=BLOCK, max_running=max_running)
             pool = engine.manager.pool
-            most = engine.manager.allocator.snapshots.max_snapshots
+            most = engine.manager.allocator.states.snapshots.max_snapshots
             snapshots = most * self.state_bytes(jamba)
             total = pool.num_blocks * pool.block_bytes + snapshots
             assert limit - pool.block_bytes < total <= limit

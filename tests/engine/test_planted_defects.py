@@ -15,7 +15,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
-from mlx_paged.kv.states import State, StateIds
+from mlx_paged.kv.state_kind import State
+from mlx_paged.kv.states import StateIds
 from mlx_paged.request import Request
 from mlx_paged.sampling import sampler
 from mlx_paged.sampling.grammar import GrammarState
@@ -226,8 +227,8 @@ def states_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first span after a known prefix begins with no state."""
     whole = StateIds.begin
 
-    def begin(states, found, without_state=0):
-        begun = whole(states, found, without_state)
+    def begin(states, match):
+        begun = whole(states, match)
         states.release(begun.newest.id)
         begun.newest = State(0, begun.newest.position)
         return begun

@@ -57,7 +57,7 @@ def test_a_snapshot_keeps_no_more_in_memory_than_its_own_bytes(model):
         engine = Engine(model, block_size=8, num_blocks=256, **options)
         for i, prompt in enumerate(prompts):
             engine.add_request(prompt, max_tokens=3 + i)
-        num_bytes, kept = finish(engine), engine.manager.allocator.snapshots
+        num_bytes, kept = finish(engine), engine.manager.allocator.states.snapshots
         return num_bytes, 0 if kept is None else len(kept)
 
     of_one = state_bytes(model)

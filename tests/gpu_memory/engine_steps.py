@@ -18,6 +18,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
+from mlx_paged.kv.states import StateIds
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
@@ -142,8 +143,8 @@ class StepArrays:
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self.profile: ModelProfile = probe(model)
         plan = plan_pool(self.profile.shapes, self.profile.windows, BLOCK_SIZE)
-        max_snapshots = 0 if self.profile.recurrent else None
-        self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512, max_snapshots)
+        states = StateIds() if self.profile.recurrent else None
+        self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512, states)
         self._pool = KVPool((), 1, BLOCK_SIZE, plan, capacity=1)
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self._pool)
         self._runner.cpu_layers.diverted = nullcontext  # type: ignore[method-assign]

@@ -139,7 +139,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self._snapshot()
         lengths = [len(self.contents[seq_id]) for seq_id in chosen]
         try:
-            self.copies += self.allocator.append_each(chosen, lengths)
+            self.copies += self.allocator.append_each(chosen, lengths)[0]
         except OutOfBlocksError as error:
             assert error.needed == self.allocator.blocks_to_append(len(chosen)) > error.available
             assert self._snapshot() == before

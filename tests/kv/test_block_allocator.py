@@ -251,7 +251,7 @@ def test_what_was_offered_for_reuse_is_no_longer_private_but_the_rest_still_is(m
     assert allocator.cached_prefix([*tokens, 0]) == 8
     appended = BlockAllocator.make_writable
     monkeypatch.setattr(BlockAllocator, "make_writable", None)
-    assert allocator.append_each([0], [8]) == []  # nothing to look up
+    assert allocator.append_each([0], [8]) == ([], None)  # nothing to look up
     monkeypatch.setattr(BlockAllocator, "make_writable", appended)
     allocator.make_writable(0, 7, 8)
     assert allocator.cached_prefix([*tokens, 0]) == 4
@@ -263,7 +263,7 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
     for seq_id, num_tokens in enumerate((4, 5, 7, 8)):
         allocator.admit(seq_id, num_tokens)
     allocator.fork(1, 5)
-    copies = allocator.append_each([0, 1, 2], [4, 5, 7])
+    copies, _ = allocator.append_each([0, 1, 2], [4, 5, 7])
     assert [len(allocator.table(seq_id)) for seq_id in range(4)] == [2, 2, 2, 2]
     assert [allocator.num_tokens(seq_id) for seq_id in range(4)] == [5, 6, 8, 8]
     assert [copy.dst for copy in copies] == [int(allocator.table(1)[1])]

@@ -214,7 +214,7 @@ class TestSeveralEngines:
     def test_snapshots_count_before_they_are_taken(self, m1, jamba):
         in_use = memory_in_use()
         engine = Engine(jamba, num_blocks=64, block_size=BLOCK, max_running=2)
-        snapshots = engine.manager.allocator.snapshots
+        snapshots = engine.manager.allocator.states.snapshots
         state_bytes = probe(jamba).state_bytes
         assert memory_in_use() - counted() == 8 * state_bytes > 0
         engine.generate([[1] * 40], max_tokens=2)

@@ -14,6 +14,7 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_match import MissReason
 from mlx_paged.kv.shapes import KVShape
+from mlx_paged.kv.states import StateIds
 
 SMALL, LARGE = KVShape(2, 8, 8, mx.float16), KVShape(2, 16, 16, mx.float16)
 SIZE = 4
@@ -124,13 +125,13 @@ class TestSequences:
     ):
         groups = [LayerGroup(window, members, pieces)] + [LayerGroup()] * (not recurrent)
         largest = BlockAllocator(1, SIZE, groups, chunk).max_blocks(num_tokens + num_more)
-        allocator = BlockAllocator(largest, SIZE, groups, chunk, 1 if recurrent else None)
+        allocator = BlockAllocator(largest, SIZE, groups, chunk, StateIds(1) if recurrent else None)
         tokens = list(range(num_tokens + num_more))
         known = tokens[: min(num_known, num_tokens)]
         grown(allocator, 1, known, chunk)
         allocator.register_tail(1, known, len(known))
         if recurrent and known:
-            allocator.keep_state(1, known)
+            allocator.keep_end(1, known)
         allocator.free(1)
         grown(allocator, 0, tokens[:num_tokens], chunk)
         for position in range(num_tokens, len(tokens)):

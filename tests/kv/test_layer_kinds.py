@@ -6,10 +6,13 @@ from dataclasses import dataclass
 import pytest
 
 from mlx_paged.engine.core import EngineCore
-from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.allocator import BlockAllocator, NoStates
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.layer_kinds import FULL, LayerKind, Window
+from mlx_paged.kv.state_kind import EMPTY, Move, State
 from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.support.simulation.fake_model import FakeClock, FakeRunner
 from tests.support.simulation.hash_model import VOCAB
@@ -36,6 +39,25 @@ class Sections:
         return min(num_tokens, self.size + chunk + 2 * block_size)
 
 
+class Numbered(NoStates):
+    """States of which a step leaves one, at most `stride` tokens after the one before. The toy of
+    this test: no file of the package knows it."""
+
+    stride = 6
+
+    def begin(self, match):
+        return [EMPTY]
+
+    def chunk_stop(self, start, stop, num_tokens):
+        return min(stop, start - start % self.stride + self.stride)
+
+    def advance(self, held, start, stop, is_sure, text):
+        read = held.pop()
+        self.released += [read.id] * (read.id > 0)
+        held.append(State(read.id + 1, stop))
+        return Move(read, (held[0],))
+
+
 KINDS = [FULL, Window(10), Sections(12)]
 
 
@@ -56,6 +78,18 @@ def test_a_kind_keeps_what_its_queries_see(kind):
         assert kind.reach(position, 500, CHUNK) >= min(500, position + CHUNK)
         held = position + CHUNK - kind.kept_from(position)
         assert held <= kind.most_tokens(position + CHUNK, CHUNK, BLOCK)
+
+
+def test_a_kind_of_states_says_where_spans_end_and_what_they_leave():
+    scheduler = Scheduler(BlockAllocator(20, BLOCK, states=Numbered()), 4, CHUNK)
+    request = Request(0, list(range(15)), SamplingParams(max_tokens=1), seed=0)
+    scheduler.add(request)
+    steps = [scheduler.schedule() for _ in range(3)]
+    spans = [step.spans[0] for step in steps]
+    assert [(span.start, span.stop) for span in spans] == [(0, 6), (6, 12), (12, 15)]
+    assert [span.reads for span in spans] == [0, 1, 2]
+    assert [span.leaves for span in spans] == [((1, 6),), ((2, 12),), ((3, 15),)]
+    assert [step.released for step in steps] == [[], [1], [2]]
 
 
 def engine_with(groups: tuple[LayerGroup, ...], num_blocks: int) -> EngineCore:

@@ -10,7 +10,8 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import NoDependents
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
-from mlx_paged.kv.states import Move, State
+from mlx_paged.kv.state_kind import Move, State
+from mlx_paged.kv.states import StateIds
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -20,7 +21,7 @@ BLOCK = 8
 
 
 def make_allocator(num_blocks: int = 16, most: int = 8) -> BlockAllocator:
-    return BlockAllocator(num_blocks, BLOCK, max_snapshots=most)
+    return BlockAllocator(num_blocks, BLOCK, states=StateIds(most))
 
 
 def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> list[Snapshot]:
@@ -29,12 +30,12 @@ def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> l
     allocator.store.copies_done()
     allocator.register_tail(-1, tokens, len(tokens))
     for position in positions:
-        allocator.states_of(-1).last_snapshot = None  # the positions have no order
+        allocator._sequence(-1).states.last_snapshot = None  # the positions have no order
         allocator.advance(-1, 0, position)
-        allocator.keep_state(-1, tokens)
+        allocator.keep_end(-1, tokens)
     allocator.free(-1)
     allocator.check_integrity()
-    return list(allocator.snapshots._by_key.values())
+    return list(allocator.states.snapshots._by_key.values())
 
 
 def admitted(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
@@ -48,7 +49,7 @@ def admitted(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
 
 class TestWhatIsFound:
     @pytest.mark.parametrize(
-        ("positions", "prompt", "num_cached", "prefix_without_state", "miss"),
+        ("positions", "prompt", "num_cached", "longer", "miss"),
         [
             ((), range(30), 0, 24, "no_state"),
             ((16,), range(30), 16, 24, "no_state"),
@@ -66,19 +67,17 @@ class TestWhatIsFound:
             ((8,), [0], 0, 0, "too_short"),
         ],
     )
-    def test_ends_where_states_are_kept(
-        self, positions, prompt, num_cached, prefix_without_state, miss
-    ):
+    def test_ends_where_states_are_kept(self, positions, prompt, num_cached, longer, miss):
         allocator = make_allocator()
         known = finished(allocator, list(range(28)), *positions)
         admission = admitted(allocator, list(prompt))
-        assert (admission.num_cached, admission.prefix_without_state, admission.miss) == (
+        assert (admission.num_cached, admission.longer, admission.miss) == (
             num_cached,
-            prefix_without_state,
+            longer,
             miss,
         )
-        assert admission.snapshot in (known if num_cached else [None])
-        assert admission.snapshot is None or admission.snapshot.position == num_cached
+        assert admission.checkpoint in (known if num_cached else [None])
+        assert admission.checkpoint is None or admission.checkpoint.position == num_cached
 
     def test_a_state_within_a_block_comes_with_a_copy_of_the_block(self):
         allocator = make_allocator()
@@ -112,10 +111,10 @@ class TestWhatIsFound:
         allocator.admit(1, len(prompt), prompt)
         allocator.store.copies_done()
         allocator.register_tail(1, prompt, 11)
-        allocator.keep_state(1, prompt)
+        allocator.keep_end(1, prompt)
         allocator.free(1)
         allocator.check_integrity()
-        assert sorted(s.position for s in allocator.snapshots._by_key.values()) == [11, 14]
+        assert sorted(s.position for s in allocator.states.snapshots._by_key.values()) == [11, 14]
 
     @pytest.mark.slow
     @given(
@@ -126,7 +125,7 @@ class TestWhatIsFound:
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
     )
     def test_is_the_longest_beginning_with_a_state(self, texts, prompt):
-        allocator = BlockAllocator(256, 3, max_snapshots=100)
+        allocator = BlockAllocator(256, 3, states=StateIds(100))
         kept = set()
         for tokens, position in texts:
             position = min(position, len(tokens))
@@ -143,7 +142,7 @@ class TestBesideWindows:
     GROUPS = LayerGroup(), LayerGroup(5, 2)
 
     def allocator(self, num_blocks: int, groups=GROUPS) -> BlockAllocator:
-        return BlockAllocator(num_blocks, 4, groups, chunk=4, max_snapshots=100)
+        return BlockAllocator(num_blocks, 4, groups, chunk=4, states=StateIds(100))
 
     def live(self, allocator: BlockAllocator, tokens: list[int], positions: set[int]) -> None:
         """Let a sequence come and go, in chunks of a block, that leaves states at positions."""
@@ -153,12 +152,13 @@ class TestBesideWindows:
             allocator.make_writable(-1, start, stop)
             allocator.store.copies_done()
             taken = [Snapshot(stop)] if stop in positions else []
-            allocator.advance(-1, start, stop, snapshots=taken)
+            held = allocator._sequence(-1).states
+            allocator.states.advance(held, start, stop, snapshots=taken)
             allocator.register_prefix(-1, tokens, stop)
             allocator.trim(-1, stop, offers=True)
             start = stop
         allocator.register_tail(-1, tokens, len(tokens))
-        allocator.keep_state(-1, tokens)
+        allocator.keep_end(-1, tokens)
         allocator.free(-1)
         allocator.check_integrity()
 
@@ -213,7 +213,7 @@ class TestHowManyAreKept:
         with pytest.raises(OutOfBlocksError):
             allocator.admit(-2, 20, tokens, spare=9)
         assert (allocator.cached_prefix(tokens), known.uses) == (8, 0)
-        assert admitted(allocator, tokens).snapshot is known and known.uses == 1
+        assert admitted(allocator, tokens).checkpoint is known and known.uses == 1
 
     def test_those_that_save_few_tokens_go_first(self):
         """Unless they are used, often or lately."""
@@ -263,19 +263,19 @@ class TestHowManyAreKept:
         allocator = make_allocator(num_blocks=4)
         finished(allocator, list(range(28)), 8, 16, 28)
         admitted(allocator, [99] * 15)  # takes the two blocks that were unused longest
-        assert len(allocator.snapshots) == 2
+        assert len(allocator.states.snapshots) == 2
         allocator.store.drop_idle()
-        assert len(allocator.snapshots) == 0
+        assert len(allocator.states.snapshots) == 0
 
     def test_none_survives_a_fault(self):
         allocator = make_allocator()
         finished(allocator, list(range(28)), 8, 16, 28)
         allocator.admit(1, 30, list(range(30)))
         allocator.forget_prefixes()
-        assert (len(allocator.snapshots), allocator.snapshots.max_snapshots) == (0, 8)
+        assert (len(allocator.states.snapshots), allocator.states.snapshots.max_snapshots) == (0, 8)
         allocator.advance(1, 0, 24)
-        allocator.keep_state(1, list(range(30)))
-        assert len(allocator.snapshots) == 0
+        allocator.keep_end(1, list(range(30)))
+        assert len(allocator.states.snapshots) == 0
         allocator.check_integrity()
 
     def test_at_least_one(self):
@@ -291,25 +291,27 @@ def blocks_forgotten_alone(allocator: BlockAllocator) -> None:
 
 
 def too_many(allocator: BlockAllocator) -> None:
-    allocator.snapshots.max_snapshots = 1
+    allocator.states.snapshots.max_snapshots = 1
 
 
 def past_its_block(allocator: BlockAllocator) -> None:
-    block, _ = next(iter(allocator.snapshots._by_key))
-    allocator.snapshots.add(block, BLOCK + 1, Snapshot(BLOCK + 1))
+    block, _ = next(iter(allocator.states.snapshots._by_key))
+    allocator.states.snapshots.add(block, BLOCK + 1, Snapshot(BLOCK + 1))
 
 
 def at_another_position(allocator: BlockAllocator) -> None:
-    next(iter(allocator.snapshots._by_key.values())).position += 1
+    next(iter(allocator.states.snapshots._by_key.values())).position += 1
 
 
 def twice(allocator: BlockAllocator) -> None:
-    key, _ = allocator.snapshots._by_key.popitem()
-    allocator.snapshots._by_key[key] = next(iter(allocator.snapshots._by_key.values()))
+    key, _ = allocator.states.snapshots._by_key.popitem()
+    allocator.states.snapshots._by_key[key] = next(
+        iter(allocator.states.snapshots._by_key.values())
+    )
 
 
 def lost(allocator: BlockAllocator) -> None:
-    allocator.snapshots._by_key.popitem()
+    allocator.states.snapshots._by_key.popitem()
 
 
 @pytest.mark.parametrize(
@@ -331,7 +333,7 @@ class TestWhereTheyAreTaken:
         num_prompt: int, prefill_chunk: int, most: int = 100, turn_ends=(), **options
     ) -> list[tuple[Span, list[Snapshot]]]:
         """The spans that compute a prompt, each with the snapshots on the way."""
-        allocator = BlockAllocator(64, BLOCK, max_snapshots=most)
+        allocator = BlockAllocator(64, BLOCK, states=StateIds(most))
         scheduler = Scheduler(allocator, 4, prefill_chunk, **options)
         request = Request(0, list(range(num_prompt)), SamplingParams(max_tokens=40), seed=0)
         request.turn_ends = turn_ends
@@ -339,7 +341,7 @@ class TestWhereTheyAreTaken:
         spans = []
         while request.num_computed < num_prompt:
             (span,) = scheduler.schedule().spans
-            planned = allocator.states_of(0).planned
+            planned = allocator._sequence(0).states.planned
             spans.append((span, [s for s in planned if s.position > span.start]))
             left = [state.position for state in span.leaves]
             assert left == sorted({*[s.position for s in spans[-1][1]], span.stop})
@@ -382,7 +384,7 @@ class TestWhereTheyAreTaken:
     def test_not_of_decodes(self):
         spans = self.spans(9, prefill_chunk=32)
         request = spans[0][0].request
-        allocator = BlockAllocator(64, BLOCK, max_snapshots=4)
+        allocator = BlockAllocator(64, BLOCK, states=StateIds(4))
         scheduler = Scheduler(allocator, 4, 32)
         request.num_computed = 0
         scheduler.add(request)

@@ -4,7 +4,8 @@ import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.snapshots import Snapshot
-from mlx_paged.kv.states import EMPTY, Move
+from mlx_paged.kv.state_kind import EMPTY, Move
+from mlx_paged.kv.states import StateIds
 
 BLOCK = 4
 
@@ -12,7 +13,7 @@ BLOCK = 4
 @pytest.fixture
 def allocator() -> BlockAllocator:
     """With one sequence of 30 tokens, of which 8 are computed."""
-    allocator = BlockAllocator(64, BLOCK, max_snapshots=3)
+    allocator = BlockAllocator(64, BLOCK, states=StateIds(3))
     allocator.admit(1, 30)
     allocator.advance(1, 0, 8)
     return allocator
@@ -20,6 +21,12 @@ def allocator() -> BlockAllocator:
 
 def ids(move: Move) -> list[int]:
     return [state.id for state in move.leaves]
+
+
+def advance(allocator: BlockAllocator, start: int, stop: int, *positions: int) -> Move:
+    """Advance the sequence, with snapshots at these positions on the way."""
+    held, snapshots = allocator._sequence(1).states, [Snapshot(each) for each in positions]
+    return allocator.states.advance(held, start, stop, snapshots=snapshots)
 
 
 def test_a_span_reads_the_state_that_the_span_before_left(allocator):
@@ -34,7 +41,7 @@ def test_a_span_reads_the_state_that_the_span_before_left(allocator):
 def test_decodes_together_do_what_each_does_alone(allocator):
     allocator.fork(1, 2)
     shared = allocator.state(1)
-    moves = allocator.advance_each([1, 2], [8, 8])
+    _, moves = allocator.append_each([1, 2], [8, 8])
     assert [reads for reads, _ in moves] == [shared, shared]
     assert allocator.take_released() == [shared.id]
     assert [leaves for _, leaves in moves] == [(allocator.state(1),), (allocator.state(2),)]
@@ -63,7 +70,7 @@ def test_a_wrong_draft_releases_what_was_left_and_keeps_what_was_read(allocator,
     allocator.truncate(1, computed)
     is_right = num_right == 2
     assert allocator.take_released() == [read.id if is_right else left]
-    assert allocator.num_behind(1, computed) == (0 if is_right else computed - 8)
+    assert allocator.begins_at(1, computed) == (computed if is_right else 8)
     move = allocator.advance(1, computed, computed + 1)
     assert move.reads.id == (left if is_right else read.id)
     allocator.check_integrity()
@@ -81,7 +88,7 @@ def test_the_state_before_several_steps_of_drafts_is_kept(allocator):
 def test_snapshots_on_the_way_are_states_that_the_prefix_cache_holds(allocator):
     tokens = list(range(30))
     allocator.make_writable(1, 0, 30)
-    move = allocator.advance(1, 8, 20, snapshots=[Snapshot(12), Snapshot(20)])
+    move = advance(allocator, 8, 20, 12, 20)
     assert [state.position for state in move.leaves] == [12, 20]
     allocator.register_prefix(1, tokens, 20)
     allocator.check_integrity()
@@ -97,7 +104,7 @@ def test_snapshots_on_the_way_are_states_that_the_prefix_cache_holds(allocator):
 
 
 def test_snapshots_that_nothing_registers_are_released(allocator):
-    move = allocator.advance(1, 8, 20, snapshots=[Snapshot(12)])
+    move = advance(allocator, 8, 20, 12)
     read = move.reads.id
     allocator.free(1)
     assert sorted(allocator.take_released()) == sorted([read, *ids(move)])
@@ -109,6 +116,6 @@ def test_a_model_without_recurrent_layers_has_no_ids():
     allocator.admit(1, 30)
     assert allocator.advance(1, 5, 9).reads.position == 5
     assert not allocator.advance(1, 5, 9).leaves
-    assert allocator.state(1) == EMPTY and allocator.num_behind(1, 9) == 0
+    assert allocator.state(1) == EMPTY and allocator.begins_at(1, 9) == 9
     allocator.free(1)
     assert allocator.take_released() == []

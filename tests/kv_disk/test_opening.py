@@ -86,7 +86,7 @@ def test_two_engines_do_not_share_a_directory(tmp_path):
     make_engine(model, link).close()
 
 
-@pytest.mark.parametrize("failing", [(opening, "identity"), (pooled_model, "promise_snapshots")])
+@pytest.mark.parametrize("failing", [(opening, "identity"), (pooled_model, "KVPool")])
 def test_an_engine_that_cannot_be_made_leaves_the_directory(failing, tmp_path):
     model = tiny_models.tiny_model("llama")
     with (

@@ -110,7 +110,10 @@ NO_MLX = [
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *(
+        "kv.snapshot_plan",
         "kv.state_ends",
+        "kv.state_kind",
+        "kv.states",
         "generate.batch_lines",
         "generate.given",
         "generate.prompts_file",

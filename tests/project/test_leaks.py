@@ -19,7 +19,7 @@ CORE = {
     "beams": 5,
     "profiling": 1,
     "kv_bits": 8,
-    "states": 20,
+    "states": 9,
     "windows": 11,
     "cascade": 6,
     "compiled": 9,
@@ -89,7 +89,7 @@ WRITERS = {
 INTERNALS = {
     "private": 0,
     "scheduler": 2,
-    "allocator": 39,
+    "allocator": 38,
 }
 """Reads of another room's internals: underscores, the scheduler's, the allocator's."""
 

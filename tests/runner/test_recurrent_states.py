@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.kv.states import Move, State
+from mlx_paged.kv.state_kind import Move, State
 from mlx_paged.request import Request
 from mlx_paged.runner.recurrent_states import RecurrentStates, forms_of
 from mlx_paged.sampling_params import SamplingParams

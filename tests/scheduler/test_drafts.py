@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.states import StateIds
 from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
@@ -52,7 +53,7 @@ def scheduler_with(
     **options: float,
 ) -> Scheduler:
     """A scheduler that knows its costs: a step takes 10 ms and as much more for each row."""
-    allocator = BlockAllocator(num_blocks, 4, max_snapshots=0 if has_states else None)
+    allocator = BlockAllocator(num_blocks, 4, states=StateIds() if has_states else None)
     scheduler = Scheduler(allocator, 8, 64, drafter=drafter, **options)
     for rows in (1, 8, 64, 1, 8, 64):
         scheduler.budget.observe(StepWork(rows, 10 * rows), 0.010 + row_seconds * rows)
@@ -301,7 +302,7 @@ def test_after_wrong_drafts_the_states_are_computed_again_with_the_next_token():
     allocator = scheduler.allocator
 
     def num_behind() -> int:
-        return allocator.num_behind(request.id, request.num_computed)
+        return request.num_computed - allocator.begins_at(request.id, request.num_computed)
 
     (request,) = started(scheduler, 6)
     first = allocator.state(request.id)

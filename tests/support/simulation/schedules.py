@@ -22,6 +22,7 @@ from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.states import StateIds
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.options import KVBits
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -148,7 +149,7 @@ def _fake_simulation(features: Features, name: str, life: str, disk: Disk | None
         setting.block_size,
         setting.groups,
         setting.prefill_chunk,
-        (setting.most_snapshots if setting.prefix_cache else 0) if setting.recurrent else None,
+        StateIds(setting.most_snapshots * setting.prefix_cache) if setting.recurrent else None,
     )
     clock = FakeClock()
     scheduler = Scheduler(

@@ -334,7 +334,7 @@ class Simulation:
         references = scheduler.allocator.store.refcount_histogram()
         assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
         states = getattr(self.runner.inner, "states", {})
-        snapshots = scheduler.allocator.snapshots
+        snapshots = getattr(scheduler.allocator.states, "snapshots", None)
         kept = set() if snapshots is None else set(snapshots.state_ids())
         held = set(getattr(states, "_held", states))
         assert held == kept, f"states {held}, but those of the prefix cache are {kept}"

@@ -1,0 +1,124 @@
+"""What the allocator asks of layers that keep states of a sequence beside its K/V. Knows no mlx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mlx_paged.kv.prefix_cache import PrefixCache
+from mlx_paged.kv.prefix_ends import PrefixEnds
+from mlx_paged.kv.prefix_match import PrefixMatch
+
+
+class State(NamedTuple):
+    """What a model's layers keep of the first `position` tokens of a text beside K/V.
+
+    A step computes the arrays of a state, and nothing changes them later. The runner has the
+    arrays by id. Id 0 stands for the state before the first token, which has no arrays.
+    """
+
+    id: int
+    position: int
+
+
+EMPTY = State(0, 0)
+
+
+class Move(NamedTuple):
+    """What a span does to its sequence's states: it begins with one state, and leaves others."""
+
+    reads: State
+    leaves: tuple[State, ...] = ()  # ordered by position; the last one is after the span
+
+
+ReadAndLeft = tuple[State, tuple[State, ...]]
+"""The fields of a :class:`Move`, without the time to make one for each decode."""
+
+Keep = Callable[[Any], bool]
+"""Lets prefixes end at a checkpoint; returns whether the prefix cache keeps the checkpoint."""
+
+
+class Text(Protocol):
+    """What is known of a sequence that a prompt begins: a request."""
+
+    @property
+    def turn_ends(self) -> Sequence[int]:
+        """Numbers of leading tokens with which later prompts may begin."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens, those under way included."""
+
+
+class StateKind(Protocol):
+    """What a sequence keeps of layers that do not store K/V token by token.
+
+    Such layers can go on only from a position of which they keep a state. The states of one
+    sequence are an object of the kind's own, `held` below, which nothing else looks into.
+
+    Attributes:
+        exist: whether the model has such layers.
+        released: ids of states that nobody holds any more; the next step names them.
+    """
+
+    exist: bool
+    released: list[int]
+
+    @property
+    def can_share(self) -> bool:
+        """Whether a sequence can go on from another one's states."""
+
+    def prefix_ends(self, caches: Sequence[PrefixCache]) -> PrefixEnds:
+        """Where a known prefix may end; `caches` are those of each layer group. Called once."""
+
+    def begin(self, match: PrefixMatch) -> Any:
+        """The states of a new sequence, which goes on where the known prefix ends."""
+
+    def fork(self, held: Any) -> Any:
+        """The states of a sequence that goes on where another one is."""
+
+    def end(self, held: Any) -> None:
+        """The sequence has ended."""
+
+    def resumes(self, held: Any) -> State:
+        """The newest state that no wrong draft can be in."""
+
+    def begins_at(self, held: Any, num_computed: int) -> int:
+        """The position of the state with which the next span of a sequence begins, of which
+        `num_computed` tokens are computed."""
+
+    def first_needed(self, held: Any, position: int) -> int:
+        """The first token that a sequence may have to compute when its next one is at `position`:
+        it may have to go on from an earlier state."""
+
+    def can_go_back(self, held: Any, position: int) -> bool:
+        """Whether the sequence can be computed again from `position` on."""
+
+    def chunk_stop(self, start: int, stop: int, num_tokens: int) -> int:
+        """Where a chunk of at most ``[start, stop)`` ends, of a sequence of `num_tokens`."""
+
+    def advance(self, held: Any, start: int, stop: int, is_sure: bool, text: Text | None) -> Move:
+        """Plan a span that computes the K/V of ``[start, stop)``. It has no drafts if `is_sure`.
+        Later prompts may begin as `text`; None: no prefix is shared."""
+
+    def advance_together(
+        self, of_sequences: Iterable[Any], positions: Sequence[int]
+    ) -> list[ReadAndLeft] | None:
+        """Call :meth:`advance` for the token at one position of each sequence. None: the model has
+        no states."""
+
+    def settle(self, held: Any, num_tokens: int) -> None:
+        """The sequence's first `num_tokens` tokens are right, and it has no others."""
+
+    def offer(self, held: Any, keep: Keep) -> None:
+        """Offer checkpoints to the prefix cache, whose blocks have been registered since."""
+
+    def leave(self, held: Any, keep: Keep) -> None:
+        """Offer the newest state of a sequence that ends to the prefix cache."""
+
+    def check_integrity(self, of_sequences: Iterable[Any]) -> None:
+        """Assert that every holder is counted."""
