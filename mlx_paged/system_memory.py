@@ -18,7 +18,7 @@ class VMStatistics64(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("free", "active", "inactive", "wired")),
         ("counters", ctypes.c_uint64 * 9),
         ("purgeable", ctypes.c_uint32),
-        ("speculative", ctypes.c_uint32),
+        ("read_ahead", ctypes.c_uint32),  # of these pages; "free" has them too
     ]
 
 
