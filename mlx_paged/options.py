@@ -214,7 +214,7 @@ class PoolConfig:
         None,
         OnOff(may_choose=True),
         "compute the steps that only decode by graphs that MLX has traced before, if it can"
-        " (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.",
+        " (docs/compiled-decodes.md). None: if they take less time: measured now.",
         OptionFlag("--compile", "decode with compiled graphs (default: if that is faster)"),
     )
     cpu_linear: bool | None = option(

@@ -130,6 +130,7 @@ class Forward:
     shared_prefixes: mx.array | None = None
     is_read: bool = True  # whether the output of attention is used
     is_traced: bool = False  # ``mx.compile`` traces the forward, which nothing differentiates
+    gathers: bool = field(default=False, init=False)  # whether a layer gathered its keys
     _runs: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -287,7 +288,7 @@ class LayerView(AttendingCache):
         if not chunks:
             shared = forward.shared_prefixes
             return self.through_tables(query, way, tables, lens, cu_seqlens, num_decodes, shared)
-        parts = []
+        parts, forward.gathers = [], True
         if num_rows := chunks[0].first:
             count = tables.shape[0] - len(chunks)
             short, arrays = query._replace(q=q[:num_rows]), (tables[:count], lens[:count])
@@ -305,6 +306,7 @@ class LayerView(AttendingCache):
     def _row_by_row(self, query: Query) -> mx.array:
         """MLX's own attention, one row after the other, each over its own context."""
         q, rows = query.q, []
+        self.forward.gathers = True
         for i, chunk in enumerate(self.forward.row_chunks):
             if chunk is None:
                 rows.append(mx.zeros((1, *q.shape[1:3], self.shape.v_head_dim), q.dtype))
@@ -351,6 +353,7 @@ class LayerView(AttendingCache):
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
+        self.forward.gathers = True
         num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
         runs = self.forward.runs(tables, self.shape.n_kv_heads)
         k, v = self.pool.gather(self.layer, tables, num_keys, runs)

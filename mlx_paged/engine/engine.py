@@ -84,7 +84,7 @@ class Engine(EngineCore):
         num_draft_tokens: the largest number of tokens that a draft model guesses for a request in a
             step.
         compile: compute the steps that only decode by graphs that MLX has traced before, if it can
-            (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.
+            (docs/compiled-decodes.md). None: if they take less time: measured now.
         cpu_linear: compute linear layers on a CPU by this package's kernels (docs/cpu-linear.md).
             None: unless MLX_PAGED_CPU_LINEAR is 0. GPUs keep MLX's.
         cascade: let decodes whose contexts begin with the same blocks attend to these blocks

@@ -13,6 +13,7 @@ from mlx_paged.kv.block_tables import Int32Array, common_prefixes
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
+from mlx_paged.runner.buckets import Buckets
 from mlx_paged.sampling.sampler import PendingTokens
 from mlx_paged.scheduler.step import Span
 
@@ -24,8 +25,6 @@ FEWEST_SHARED_BYTES = 1 << 20
 of the other keys. Both, and the merge, first look for the common keys: eight loads, of which each
 needs the one before, take 4 us at 0.5 us each. In that time a chip of 273 GB/s, a Pro, reads 1 MiB.
 """
-
-FEWEST_COLUMNS = 32  # of the narrowest bucket: a GPU does not split contexts of 32 x 16 tokens
 
 
 class Layout(StrEnum):
@@ -39,14 +38,6 @@ def row_bucket(rows: int) -> int:
     """The number of rows with padding: at most a sixteenth more, and none up to 32."""
     step = max(1, (1 << rows.bit_length() >> 1) // 16)
     return -(-rows // step) * step
-
-
-def column_bucket(columns: int) -> int:
-    """The number of columns with padding, which ops do not read: a product with a power of four."""
-    width = FEWEST_COLUMNS
-    while width < columns:
-        width *= 4
-    return width
 
 
 def fewest_shared(shapes: Sequence[KVShape]) -> int:
@@ -69,7 +60,7 @@ class BatchTables:
         group: index of the group.
         arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
             entries past a row's end are undefined, and so are those that a window has left.
-        padded: whether the arrays have the rows and columns of their buckets.
+        buckets: of rows and columns that the arrays have; None: no padding.
         cascade: whether sequences with the same first blocks are looked for.
         fewest_shared: keys in common, over all sequences, that ops are told of.
     """
@@ -86,12 +77,12 @@ class BatchTables:
         self,
         allocator: BlockAllocator,
         group: int = 0,
-        padded: bool = False,
+        buckets: Buckets | None = None,
         cascade: bool = False,
         fewest_shared: int = FEWEST_SHARED,
     ) -> None:
         self.group = group
-        self.padded = padded
+        self.buckets = buckets
         self.cascade = cascade
         self.fewest_shared = fewest_shared
         self._allocator = allocator
@@ -102,12 +93,12 @@ class BatchTables:
     def of_groups(
         cls,
         allocator: BlockAllocator,
-        padded: bool = False,
+        buckets: Buckets | None = None,
         cascade: bool = False,
         fewest_shared: int = FEWEST_SHARED,
     ) -> list["BatchTables"]:
         """Tables for each layer group."""
-        options = padded, cascade, fewest_shared
+        options = buckets, cascade, fewest_shared
         return [cls(allocator, group, *options) for group in range(len(allocator.groups))]
 
     def update(self, seq_ids: list[int]) -> None:
@@ -173,15 +164,16 @@ class BatchTables:
         entries = tables.rows(self._rows, self.group)
         rows, width = entries.shape
         shape = rows, width + SPARE_COLUMNS
-        if self.padded:
-            shape = row_bucket(rows), column_bucket(width)
+        if self.buckets is not None:
+            shape = row_bucket(rows), self.buckets.width(width)
         self._host = np.zeros(shape, np.int32)
         self._host[:rows, :width] = entries
         self._upload()
 
     def _upload(self) -> None:
         # MLX copies a contiguous array much faster than columns of a wider one.
-        host = self._host if self.padded else self._host[:, : self._lengths.max(initial=0)]
+        width = None if self.buckets else self._lengths.max(initial=0)
+        host = self._host[:, :width]
         tables = self._allocator.store.tables(host, self.group)
         self.arrays = of_members(np.ascontiguousarray(tables))
 
@@ -256,7 +248,7 @@ class Batch:
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
         tables = tables or BatchTables.of_groups(allocator)
-        pads = tables[0].padded and self.decodes_only
+        pads = tables[0].buckets is not None and self.decodes_only
         self.padding = pads * (row_bucket(self.num_tokens) - self.num_tokens)
         self.positions = mx.array(self._padded(self._positions))
         self.forwards = self._forwards(allocator, tables)
@@ -285,9 +277,9 @@ class Batch:
         self.shared_keys = 0
         for of_group in tables:
             prefixes, num_shared = of_group.shared_prefixes(self.seq_ids, self.padding)
-            if num_shared >= of_group.fewest_shared:
+            is_told = num_shared >= of_group.fewest_shared
+            if is_told:
                 self.shared_keys = max(self.shared_keys, num_shared)
-            is_told = of_group.padded or num_shared >= of_group.fewest_shared
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:
                 forward = Forward(

@@ -12,17 +12,19 @@ from weakref import WeakMethod
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
-from mlx_paged.attention.forward import Chunk, Forward, path_counts
+from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.attention.paths import max_paged_queries
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
-from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
+from mlx_paged.runner.batch import Batch, Layout, row_bucket
+from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.recurrent_rows import States
 from mlx_paged.runner.recurrent_states import Forms, RecurrentStates, arrays_of, forms_of
 from mlx_paged.runner.skip_unsampled import lock_of
@@ -31,7 +33,7 @@ from mlx_paged.sampling.sampler import Scores
 LOGGER = logging.getLogger(__name__)
 
 PAIRS = 9  # of a plain and a compiled step that are timed, unless they take too long
-MOST_SECONDS = 0.25  # no pair begins after this time, except the first one
+MOST_SECONDS = 0.25  # no pair begins later after the first ones, in which a GPU compiles
 USES = 3  # steps of one size before a graph for them is traced, if that is not done at the start
 MOST_DRAFT_GRAPHS = 64
 MOST_TRACE_SECONDS, MOST_TRACE_BYTES = 2.0, 2**28
@@ -87,6 +89,10 @@ class _NotBuiltError(Exception):
     """
 
 
+class _GathersError(Exception):
+    """A layer of the graph gathers its K/V, which would have the length of the bucket's table."""
+
+
 class CompiledDecode:
     """Builds the graph of a decode step from a graph that ``mx.compile`` traced before.
 
@@ -105,6 +111,7 @@ class CompiledDecode:
         compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
         states: of the recurrent layers, no sequence has any yet.
         max_rows: the most sequences of a step.
+        buckets: of the tables' columns.
 
     Attributes:
         traces: how many there were, and what they cost.
@@ -118,8 +125,10 @@ class CompiledDecode:
         pool: KVPool,
         states: RecurrentStates,
         max_rows: int,
+        buckets: Buckets,
     ) -> None:
         self.traces = Traces()
+        self.buckets = buckets
         self._model = model
         self._lock = lock_of(model)
         self._compute = compute
@@ -137,7 +146,9 @@ class CompiledDecode:
         self._stream = mx.default_stream(mx.default_device())
         self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
         self._is_built = False  # the step that is traced now
-        self._attends_in_place = max_paged_queries() > 0
+        self._takes_drafts = buckets.takes_ragged and max_paged_queries() > 0
+        self._gathered = False  # whether a layer of the last forward did
+        self._unshared: dict[int, mx.array] = {}  # by rows: shared prefixes of no sequence
         self._uses = Counter[Hashable]()  # steps of a size
         self._is_lazy = False  # whether some buckets were not traced at the start
         self._drafted = set[int]()  # numbers of rows of such steps that have graphs
@@ -148,11 +159,10 @@ class CompiledDecode:
         rows = len(batch.tokens)
         if not batch.samples_all or batch.layout is not Layout.ROWS:
             return False
-        if self._forms:
-            return batch.decodes_only and self._states.have(batch.spans, self._forms)
         if batch.decodes_only:
-            return not self._is_lazy or self._is_traced(batch)
-        if row_bucket(rows) != rows or not self._attends_in_place:
+            has_states = not self._forms or self._states.have(batch.spans, self._forms)
+            return has_states and self._is_traced(batch)
+        if self._forms or row_bucket(rows) != rows or not self._takes_drafts:
             return False
         self._uses[rows] += 1  # a trace takes as long as several plain graphs
         if self._uses[rows] >= USES and len(self._drafted) < MOST_DRAFT_GRAPHS:
@@ -160,11 +170,17 @@ class CompiledDecode:
         return rows in self._drafted
 
     def _is_traced(self, batch: Batch) -> bool:
-        """Whether there is a graph for the batch, or its size has occurred often enough for one."""
-        rows = len(batch.tokens)
+        """Whether there is a graph for the batch, it is to be traced at once, or its size has
+        occurred often enough for one."""
+        rows, shares = len(batch.tokens), False
         key = [rows, rows, rows]
         for forward in batch.forwards:
-            key += (rows, forward.block_tables.shape[1], rows)
+            tells = forward.shared_prefixes is not None
+            shares |= tells
+            sharing = rows if tells or self.buckets.always_shares else 0
+            key += (rows, forward.block_tables.shape[1], sharing)
+        if not self._is_lazy and (self.buckets.always_shares or not shares):
+            return True
         size = tuple(key)
         if size in self._functions:
             return True
@@ -179,15 +195,24 @@ class CompiledDecode:
             lens, last = mx.pad(lens, more), [mx.pad(first.cu_seqlens, more)]
         arrays = [batch.tokens, first.positions, lens]
         for forward, pieces in zip(batch.forwards, self._pieces, strict=True):
-            assert forward.slot_mapping is not None and forward.shared_prefixes is not None
+            assert forward.slot_mapping is not None
             tables, prefixes = forward.block_tables, forward.shared_prefixes
+            if prefixes is None:
+                prefixes = self._no_prefixes(len(lens) - bool(last) * more[0])
             if last:
-                columns = pieces * column_bucket(tables.shape[1] // pieces)
+                columns = pieces * self.buckets.width(tables.shape[1] // pieces)
                 tables = mx.pad(tables, [more, (0, columns - tables.shape[1])])
                 prefixes = mx.pad(prefixes + mx.array([[more[0]], [0]]), [(0, 0), more])
             arrays += (forward.slot_mapping, tables, prefixes)
         scores = self._run(arrays + last)
         return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.padding else scores
+
+    def _no_prefixes(self, rows: int) -> mx.array:
+        """Shared prefixes of no sequence: as an argument of a graph that has none, no number."""
+        count = rows if self.buckets.always_shares else 0
+        if count not in self._unshared:
+            self._unshared[count] = mx.array(np.zeros((2, count), np.int32))
+        return self._unshared[count]
 
     def trace(self) -> None:
         """Trace the buckets for the current stream, those of few rows first, until this has cost
@@ -195,8 +220,7 @@ class CompiledDecode:
         before, handles, states = resident_bytes(), self._pool.handles(), self._states.loaded
         seconds = self.traces.seconds
         rows = sorted(set(map(row_bucket, range(1, self._max_rows + 1))))
-        powers = range(self._most_columns.bit_length() + 1)
-        widths = sorted({column_bucket(min(self._most_columns, 1 << power)) for power in powers})
+        widths = self.buckets.widths(self._most_columns)
         for count, width in product(rows, widths):
             is_costly = self.traces.seconds - seconds > MOST_TRACE_SECONDS
             if is_costly or resident_bytes() - before > MOST_TRACE_BYTES:
@@ -212,30 +236,61 @@ class CompiledDecode:
         """Why steps should stay plain: MLX cannot trace one, or its results or K/V are not those of
         the plain forward; with `if_faster` also that it takes more time. None: they should not. The
         pool's first blocks must be free."""
-        count, ratios = len(self._pieces), list[float]()
+        buckets, states = self.buckets, self._final_states()
+        widths = buckets.widths(self._most_columns)
+        narrow, wide = widths[0], [w for w in widths if w <= buckets.wide][-1]
+        stop, ratio = 0.0, 0.0
+        for width in sorted({narrow, wide}):
+            for _ in range(2):  # the trace, and its graph
+                stop = time.perf_counter() + MOST_SECONDS
+                ratio, differs = self._pair(width, width, states)
+                if (problem := self._no_graph()) is not None or differs:
+                    return problem or "a compiled step has other bits"
+        if not if_faster:
+            return None
+        ratios = [ratio]
+        if wide != narrow:  # the plain step's table is as narrow as the context allows
+            own = wide // 2 + 1
+            self._pair(wide, own, states)  # compiles what the other table needs
+            stop, ratios = time.perf_counter() + MOST_SECONDS, [self._pair(wide, own, states)[0]]
+        else:
+            own = wide
+        while len(ratios) < PAIRS and time.perf_counter() < stop:
+            ratios.append(self._pair(wide, own, states)[0])
+        return "a compiled step takes more time" if median(ratios) >= 1 else None
+
+    def _pair(self, width: int, own: int, states: States) -> tuple[float, bool]:
+        """How many times a plain step of one token a compiled one takes; whether their bits differ.
+        The compiled step's table has `width` blocks, of which the context fills more than half but
+        in the narrowest bucket. The plain step's table has `own` blocks."""
+        count = len(self._pieces)
         other = count if 2 * count <= self._pool.num_blocks else 0
-        gathers = path_counts["gather"]
-        states = self._final_states()
-        stop, pairs = time.perf_counter() + MOST_SECONDS, PAIRS if if_faster else 2
-        while len(ratios) < 2 or (len(ratios) < pairs and time.perf_counter() < stop):
+        seconds, bits = list[float](), list[list[bytes]]()
+        for run, columns, block in ((self._plain, own, 0), (self._run, width, other)):
             self._states.loaded = states
-            plain, expected = self._one_token(self._plain, 0)
-            self._states.loaded = states
-            compiled, found = self._one_token(self._run, other)
-            ratios.append(compiled / plain)
-        if path_counts["gather"] != gathers:  # the GPU's compiler refuses a kernel
+            before = 0 if width == self.buckets.width(1) else width // 2
+            tokens = self._first_tokens(1, columns, block, before)
+            one, found = self._one_token(run, tokens, block)
+            seconds.append(one)
+            bits.append(found)
+        return seconds[1] / seconds[0], bits[0] != bits[1]
+
+    def _no_graph(self) -> str | None:
+        """Why a graph was not traced; None: all were."""
+        if self._gathered:  # a model's layers, or the GPU's compiler refuses a kernel
             return "gathered K/V has a length"
-        if self.traces.count != 1 or None in self._functions.values():
-            return "MLX cannot trace a step"
-        if found != expected:
-            return "a compiled step has other bits"
-        slower = if_faster and median(ratios[1:]) >= 1  # the first one is a trace
-        return "a compiled step takes more time" if slower else None
+        is_traced = self.traces.count == len(self._functions) and self._has_graphs
+        return None if is_traced else "MLX cannot trace a step"
+
+    @property
+    def _has_graphs(self) -> bool:
+        """Whether no trace has failed."""
+        return None not in self._functions.values()
 
     def _final_states(self) -> States:
         """The states of a sequence of tokens 1, as soon as their forms stay."""
         forms: Forms = ()
-        tokens = self._first_tokens(1, FEWEST_COLUMNS, 0)
+        tokens = self._first_tokens(1, self.buckets.width(1), 0)
         tokens[0] = tokens[0] + 1  # a lost state is noticed only if another token changes it
         while forms != (forms := forms_of(self._states.loaded)):
             self._plain(tokens)
@@ -259,9 +314,10 @@ class CompiledDecode:
         try:
             with self._lock:
                 found = self._computed(key, arrays)
-        except Exception:
-            if None not in self._functions.values():
-                level = logging.WARNING if len(self._functions) > 1 else logging.INFO
+        except Exception as error:
+            if self._has_graphs:
+                is_known = len(self._functions) == 1 or isinstance(error, _GathersError)
+                level = logging.INFO if is_known else logging.WARNING
                 LOGGER.log(level, "MLX cannot trace a decode of %s rows", key[0], exc_info=True)
             self._functions[key] = None
             return self._plain(arrays)
@@ -310,6 +366,8 @@ class CompiledDecode:
         self._model.update(state, strict=False)
         try:
             found = self._plain(arrays), self._pool.handles(), self._states.loaded
+            if is_trace and self._gathered:
+                raise _GathersError
         finally:
             self._pool.replace_handles(own_handles)
             self._states.loaded = own_states
@@ -341,29 +399,35 @@ class CompiledDecode:
                 next_offset,
                 cu_seqlens,
                 chunks,
-                shared_prefixes=shared,
+                shared_prefixes=shared if shared.size else None,
                 is_traced=True,
             )
             for slot, table, shared in zip(slots, tables, prefixes, strict=True)
         ]
-        return Scores.of(self._compute(tokens[:, None], forwards).flatten(0, 1))
+        logits = self._compute(tokens[:, None], forwards).flatten(0, 1)
+        self._gathered = any([forward.gathers for forward in forwards])
+        return Scores.of(logits)
 
-    def _first_tokens(self, rows: int, columns: int, block: int | None = None) -> Arrays:
+    def _first_tokens(
+        self, rows: int, columns: int, block: int | None = None, before: int = 0
+    ) -> Arrays:
         """Token 0 in each row: the first one of a block, `block` for the first member; or padding.
-        Layers may read what others of their group have stored, so each member has its own block."""
+        Layers may read what others of their group have stored, so each member has its own block,
+        which is also each of the `before` blocks of the context before the token."""
         zeros = mx.zeros(rows, mx.int32)
-        arrays = [zeros, zeros, zeros if block is None else zeros + 1]
+        arrays = [zeros, zeros, zeros if block is None else zeros + before * self._block_size + 1]
         for member, pieces in enumerate(self._pieces):
             own = None if block is None else block + member
             slot = -1 if own is None else own * (self._block_size // pieces)
             tables = mx.full((rows, columns * pieces), own or 0, mx.int32)
-            arrays += (zeros + slot, tables, mx.zeros((2, rows), mx.int32))
+            arrays += (zeros + slot, tables, self._no_prefixes(rows))
         return arrays
 
-    def _one_token(self, run: Compute, block: int) -> tuple[float, list[bytes]]:
+    def _one_token(self, run: Compute, tokens: Arrays, block: int) -> tuple[float, list[bytes]]:
         """Seconds of a step of one token, and the bits of its scores, its K/V and its states."""
+        mx.eval(tokens)
         started = time.perf_counter()
-        scores = run(self._first_tokens(1, FEWEST_COLUMNS, block))
+        scores = run(tokens)
         states = arrays_of(self._states.loaded)
         mx.eval(scores, self._pool.handles(), states)
         seconds = time.perf_counter() - started

@@ -24,6 +24,7 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, fewest_shared
+from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.compiled_decode import (
     CompiledDecode,
     free_graphs_with_thread,
@@ -124,21 +125,18 @@ class ModelRunner:
         self._tables = self._new_tables()
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
-        """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
-        take less time) and if they are right. Return what is traced. No block may be in use."""
-        self.why_plain = self._untraceable
-        # On a GPU a graph has the launches of its bucket: docs/compiled-decodes.md.
-        if not wanted and (wanted is False or mx.default_device() != mx.cpu):
-            self.why_plain = "not asked for"
+        """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less
+        time) and if they are right. Return what is traced. No block may be in use."""
+        self.why_plain = "not asked for" if wanted is False else self._untraceable
         if self.why_plain is not None:
             return None
-        compiled = CompiledDecode(
-            self.model, weakly(self._graph), self.allocator, self.pool, self.states, max_rows
-        )
+        buckets = Buckets.of_device(self.allocator.block_size)
+        parts = self.allocator, self.pool, self.states, max_rows, buckets
+        compiled = CompiledDecode(self.model, weakly(self._graph), *parts)
         self.why_plain = compiled.problem(if_faster=wanted is None)
         self.states.clear()
         if self.why_plain is None:
-            self.compiled, self._tables = compiled, self._new_tables(padded=True)
+            self.compiled, self._tables = compiled, self._new_tables(buckets=buckets)
         return compiled.traces if self.why_plain is None else None
 
     def warm_up(self) -> None:
@@ -366,7 +364,8 @@ class ModelRunner:
         self.states.clear()
         self._loaded, self._held_back, self.error = [], None, None
         self.sampler = self._make_sampler()
-        self._tables = self._new_tables(padded=self.compiled is not None)
+        buckets = None if self.compiled is None else self.compiled.buckets
+        self._tables = self._new_tables(buckets=buckets)
 
     def _begin(self, arrays: list[mx.array]) -> None:
         """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;

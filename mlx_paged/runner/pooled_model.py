@@ -188,9 +188,9 @@ class PooledModel:
         return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
 
     def warm_up(self) -> None:
-        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines: the
-        pipelines of this package and, in one process, the pipelines of MLX for the first steps."""
-        self.runner.warm_up()
+        """Compile the GPU's pipelines, those of this package and, in one process, those of MLX for
+        the first steps. Then trace the decodes for the thread that calls this: a trace asks for
+        pipelines."""
         if self.prewarm_seconds is None:
             kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
             only_ragged = self.profile.batching is Batching.MIXED
@@ -200,6 +200,7 @@ class PooledModel:
                 self._compute_once()
                 seconds += time.perf_counter() - started
             self.prewarm_seconds = seconds
+        self.runner.warm_up()
 
     def _compute_once(self) -> None:
         """Compute a chunk and a decode of nobody's request: MLX compiles its own pipelines."""

@@ -10,9 +10,16 @@ import pytest
 from mlx_paged import Engine
 from mlx_paged.attention import paths
 from mlx_paged.attention.forward import path_counts
+from mlx_paged.runner import batch
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.model_runner import ModelRunner
-from tests.support.engine.emulated_gpu import LONG_CHUNK, HalfModel, emulate_gpu
+from tests.support.engine.emulated_gpu import (
+    BLOCK_SIZE,
+    LONG_CHUNK,
+    HalfModel,
+    emulate_gpu,
+    gpu_buckets,
+)
 from tests.support.models.tiny_models import VOCAB
 from tests.support.ops.numpy_quantization import BITS, quantized_mlx_lm
 
@@ -67,6 +74,26 @@ def test_quantized_pools_give_mlx_lms_tokens_over_what_numpy_quantizes(kv_bits, 
     assert "write_kv" not in ran and path_counts["gather"] > 0
 
 
+def compiled_engine(half, monkeypatch) -> tuple[Engine, list[list[int]]]:
+    """An engine whose decodes are graphs with a GPU's buckets, and a list of the numbers of rows,
+    of columns and of shared prefixes of its steps."""
+    gpu_buckets(monkeypatch)
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    monkeypatch.setattr(CompiledDecode, "problem", lambda *_, **__: None)
+    sizes = {"block_size": BLOCK_SIZE, "num_blocks": 200, "max_running": 33, "prewarm": False}
+    engine = Engine(half.model, compile=True, **sizes)
+    assert engine.runner.compiled is not None
+    sizes_of_steps = []
+    compute = CompiledDecode._run
+
+    def noted(compiled, arrays):
+        sizes_of_steps.append([arrays[0].size, arrays[4].shape[1], arrays[5].shape[1]])
+        return compute(compiled, arrays)
+
+    monkeypatch.setattr(CompiledDecode, "_run", noted)
+    return engine, sizes_of_steps
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [2, 33])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
@@ -75,27 +102,33 @@ def test_compiled_decodes_give_mlx_lms_tokens(model_type, count, monkeypatch):
     emulator needs values, so that MLX calls the traced function in every step."""
     half = half_model(model_type)
     metal = emulate_gpu(monkeypatch)
-    monkeypatch.setattr(mx, "compile", lambda function: function)
-    monkeypatch.setattr(CompiledDecode, "problem", lambda *_, **__: None)
-    sizes = {"block_size": 16, "num_blocks": 200, "max_running": 33, "prewarm": False}
-    engine = Engine(half.model, compile=True, **sizes)
-    assert engine.runner.compiled is not None
-    rows = []
-    compute = CompiledDecode._run
-
-    def noted(compiled, arrays):
-        rows.append([arrays[0].size, arrays[4].shape[1]])
-        return compute(compiled, arrays)
-
-    monkeypatch.setattr(CompiledDecode, "_run", noted)
+    engine, rows = compiled_engine(half, monkeypatch)
     lengths = [530, 9] if count == 2 else [3 + i % 7 for i in range(count)]
     rng = np.random.default_rng(count)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
     done = engine.generate(prompts, max_tokens=4)
-    assert [34 if count == 33 else 2, 128 if count == 2 else 32] in rows
+    assert [34 if count == 33 else 2, 64 if count == 2 else 32, 0] in rows
     same = [half.check(p, c.tokens) for p, c in zip(prompts, done, strict=True)]
     assert sum(same) >= len(prompts) - 2
     assert families(metal)["paged_attention"] + families(metal)["matrix_attention"] > 0
+
+
+def test_compiled_decodes_share_prefixes(monkeypatch):
+    """A graph with the launch for keys that sequences share, of which the threadgroups find none
+    in the graph of other steps."""
+    half = half_model("llama")
+    metal = emulate_gpu(monkeypatch)
+    monkeypatch.setattr(batch, "FEWEST_SHARED", 512)
+    engine, sizes = compiled_engine(half, monkeypatch)
+    first = np.random.default_rng(0).integers(0, VOCAB, 552).tolist()
+    prompts = [first, [*first[:530], 5, 6, 7]]
+    engine.generate(prompts[:1], max_tokens=2)
+    before = len(metal.trace.kernels)
+    done = engine.generate(prompts, max_tokens=6)
+    assert engine.stats.shared_keys > 0 and [2, 64, 2] in sizes and [1, 64, 0] in sizes
+    attention = [name for name in metal.trace.kernels[before:] if "attention" in name]
+    assert len(attention) > len(engine.runner.layers) * engine.stats.steps
+    assert all([half.check(p, c.tokens) for p, c in zip(prompts, done, strict=True)])
 
 
 def test_a_preempted_request_gives_mlx_lms_tokens(monkeypatch):

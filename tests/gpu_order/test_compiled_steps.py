@@ -8,6 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import Engine
+from mlx_paged.runner import batch
+from mlx_paged.runner.buckets import Buckets
 from tests.gpu_order.model.backend import Backend, Report
 from tests.gpu_order.model.knockouts import FIXES, Change, unregistered
 from tests.gpu_order.model.lives import small_model
@@ -51,7 +53,21 @@ def quantized() -> Engine:
     return freed_blocks(kv_bits=4)
 
 
-SCRIPTS = [freed_blocks, windows, latents, quantized]
+def with_gpu_buckets() -> Engine:
+    """Tables become twice as wide, and requests with the same first blocks have other graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Buckets, "of_device", lambda _: Buckets(2, 2, False, False, 4))
+        patch.setattr(batch, "FEWEST_SHARED", 4)
+        freed_blocks()
+        made = engine("llama", max_running=2, prefix_cache=True)
+        made.generate([[1, 2, 3, 4, 5, 6]], max_tokens=2)
+        made.generate([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5], [7, 8, 9], [7]], max_tokens=8)
+    graphs = made.runner.compiled._functions
+    assert {key[4] for key in graphs} >= {2, 4, 8} and {key[5] for key in graphs} == {0, 2}
+    return made
+
+
+SCRIPTS = [freed_blocks, windows, latents, quantized, with_gpu_buckets]
 
 
 def judged(script: Callable[[], Engine], change: Change) -> tuple[Report, Counter[str]]:
@@ -94,6 +110,21 @@ def pool_ops(is_compiled: bool, layers: dict[str, Any]) -> list[Op]:
         found.clear()
         made.generate([[1, 2, 3, 4, 5], [4, 5]], max_tokens=8)
     return found
+
+
+def buffers_of_a_decode(is_compiled: bool, max_ops: int) -> Counter[str]:
+    """Why the command buffers of an engine's last decode ended."""
+    backend = Backend(max_ops=max_ops)
+    with Tracer(backend.encode).installed():
+        made = Engine(small_model("llama"), compile=is_compiled, num_blocks=8, prewarm=False)
+        made.generate([[1, 2, 3]], max_tokens=5)
+    return backend.finish().commits[-1]
+
+
+@pytest.mark.parametrize("max_ops", [2, 7])
+def test_a_compiled_decode_has_no_more_command_buffers_than_a_plain_one(max_ops):
+    plain, compiled = (buffers_of_a_decode(flag, max_ops) for flag in (False, True))
+    assert compiled == plain and plain["operations"] > 0
 
 
 @pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "windows"])

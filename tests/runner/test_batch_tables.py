@@ -205,6 +205,6 @@ def test_a_gpu_is_told_of_common_keys_that_are_a_mebibyte(heads, dim, kv_bits, k
 @pytest.mark.parametrize(("fewest", "told"), [(8, 8), (9, 0)])
 def test_too_few_common_keys_are_not_named(allocator, fewest, told):
     allocator.fork(0, 3)
-    tables = BatchTables(allocator, padded=True, cascade=True, fewest_shared=fewest)
+    tables = BatchTables(allocator, cascade=True, fewest_shared=fewest)
     prefixes, num_shared = tables.shared_prefixes([0, 3], 0)
     assert (num_shared, int(prefixes[1].sum())) == (8, told)

@@ -9,13 +9,12 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from bench.host_cost.gpu_answers import gpu_answers
 from mlx_paged import Engine
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.engine.service import EngineService
-from mlx_paged.ops import dispatch
 from mlx_paged.runner import compiled_decode
-from mlx_paged.runner.batch import column_bucket, row_bucket
+from mlx_paged.runner.batch import row_bucket
+from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_runner import ModelRunner
@@ -76,7 +75,9 @@ def test_padding_is_a_sixteenth_at_most():
     padding = [row_bucket(rows) - rows for rows in range(1, 300)]
     assert min(padding) == 0 == max(padding[:32])
     assert all(16 * more <= rows for rows, more in enumerate(padding, start=1))
-    assert [column_bucket(width) for width in (1, 32, 33, 128, 129)] == [32, 32, 128, 128, 512]
+    buckets = Buckets.of_device(16)
+    assert [buckets.width(count) for count in (1, 32, 33, 128, 129)] == [32, 32, 128, 128, 512]
+    assert buckets.widths(129) == [32, 128, 512]
 
 
 @pytest.mark.slow
@@ -264,18 +265,10 @@ def test_options_change_nothing_but_their_rows(chosen):
     assert found[0] == found[1]
 
 
-@pytest.fixture
-def asked_again():
-    """The answers of a GPU are forgotten."""
-    dispatch.forget()
-    yield
-    dispatch.forget()
-
-
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_compiled_if_faster(monkeypatch, is_faster):
-    def one_token(self, run, block):
-        _, bits = original(self, run, block)
+    def one_token(self, run, tokens, block):
+        _, bits = original(self, run, tokens, block)
         return (1.0 if (run == self._run) == is_faster else 2.0), bits
 
     original = CompiledDecode._one_token
@@ -286,23 +279,6 @@ def test_compiled_if_faster(monkeypatch, is_faster):
     assert (traces is not None) == is_compiled(engine) == is_faster
     assert compile_decodes(engine.runner, True, 4) is not None
     assert compile_decodes(engine.runner, False, 4) is None
-
-
-@pytest.mark.parametrize("wanted", [True, None, False])
-def test_a_gpu_compiles_decodes_if_asked(asked_again, wanted):
-    """Python as on a GPU: MLX's own layers, and the answers of a compiler that takes all."""
-    with gpu_answers():
-        engine = Engine(build("llama"), **SMALL, compile=False, prewarm=False)
-        traces = ModelRunner.compile_decodes.__wrapped__(engine.runner, wanted, 4)
-    assert (traces is not None) == is_compiled(engine) == (wanted is True)
-
-
-def test_a_refused_kernel_keeps_decodes_plain(monkeypatch, asked_again):
-    """Gathered K/V would have the width of the widest table of its bucket."""
-    with gpu_answers():
-        monkeypatch.setattr(dispatch, "_compile", lambda *_, **__: False)
-        engine = Engine(build("llama"), **SMALL, compile=True, prewarm=False)
-    assert engine.runner.why_plain == "gathered K/V has a length"
 
 
 def test_costly_buckets_are_traced_when_they_are_used_for_the_third_time(monkeypatch):

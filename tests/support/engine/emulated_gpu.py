@@ -13,13 +13,25 @@ from mlx_paged.attention import paths
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.paths import FEW_QUERIES
 from mlx_paged.runner import layer_cache
+from mlx_paged.runner.buckets import Buckets
 from tests.support.models.tiny_models import tiny_model
 from tests.support.ops.metal_runner import MetalRunner
 
 LONG_CHUNK = 24
 """In place of a GPU's number, which is too large for an emulator."""
 
+BLOCK_SIZE = 16
+
 Logprobs = npt.NDArray[np.float64]  # [tokens, vocab]
+
+
+def gpu_buckets(monkeypatch: pytest.MonkeyPatch) -> Buckets:
+    """Let engines that are made from now on have a GPU's buckets."""
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+        buckets = Buckets.of_device(BLOCK_SIZE)
+    monkeypatch.setattr(Buckets, "of_device", lambda _: buckets)
+    return buckets
 
 
 def emulate_gpu(monkeypatch: pytest.MonkeyPatch, metal: MetalRunner | None = None) -> MetalRunner:
