@@ -85,6 +85,7 @@ FEATURES = {
             "kv/state_ends.py",
             "kv/snapshot_plan.py",
             "kv/snapshot_memory.py",
+            "runner/state_profile.py",
         ),
         (
             *("*recurrent*", "*snapshot*", "*stateful*", "state_bytes", "*without_state"),

@@ -126,7 +126,7 @@ def support_of(model: nn.Module) -> Support:
     return Support(
         paths[0],
         profile.batching,
-        prefixes=AT_SNAPSHOTS if profile.recurrent else ANYWHERE,
+        prefixes=AT_SNAPSHOTS if profile.states.exist else ANYWHERE,
         drafts=YES if can_draft(profile) else "one sequence at a time",
         compiled=_compiled(model),
         note=_note(model, profile, paths),
@@ -155,9 +155,9 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
         notes.append("a latent is stored once for keys and values")
     if paths == [GATHER, KERNEL]:
         notes.append("in place until its indexer has more tokens than it picks")
-    if profile.recurrent and any(profile.shapes):
+    if profile.states.exist and any(profile.shapes):
         notes.append("beside states of fixed size")
-    if profile.recurrent and not profile.diverts_states:
+    if profile.states.exist and not profile.states.are_diverted:
         notes.append("each request with drafts in its own forward")
     plan = plan_pool(profile.shapes, profile.windows, 16)
     if any(group.window is not None for group in plan.groups):

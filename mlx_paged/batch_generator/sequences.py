@@ -147,7 +147,7 @@ def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches
             allocator.table(request.id, group)[None, :num_blocks], group
         )
     ]
-    if runner.states.caches:
+    if runner.states.exist:
         runner.states.load([allocator.state(request.id).id])
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
         if not isinstance(source, PagedLayerCache):

@@ -25,6 +25,7 @@ class NoStates:
 
     exist = False
     can_share = True
+    promised_bytes = 0
 
     def __init__(self) -> None:
         self.released: list[int] = []

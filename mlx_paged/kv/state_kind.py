@@ -72,6 +72,10 @@ class StateKind(Protocol):
     def can_share(self) -> bool:
         """Whether a sequence can go on from another one's states."""
 
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of the states that the prefix cache may keep and does not have yet."""
+
     def prefix_ends(self, caches: Sequence[PrefixCache]) -> PrefixEnds:
         """Where a known prefix may end; `caches` are those of each layer group. Called once."""
 

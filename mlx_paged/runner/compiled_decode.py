@@ -25,8 +25,7 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import Batch, Layout, row_bucket
 from mlx_paged.runner.buckets import Buckets
-from mlx_paged.runner.recurrent_rows import States
-from mlx_paged.runner.recurrent_states import Forms, RecurrentStates, arrays_of, forms_of
+from mlx_paged.runner.layer_states import Forms, LayerStates, States
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.sampling.sampler import Scores
 
@@ -109,7 +108,7 @@ class CompiledDecode:
     Args:
         model: its `state` is an argument of the graphs.
         compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
-        states: of the recurrent layers, no sequence has any yet.
+        states: of layers that keep some beside K/V, no sequence has any yet.
         max_rows: the most sequences of a step.
         buckets: of the tables' columns.
 
@@ -123,7 +122,7 @@ class CompiledDecode:
         compute: Callable[[mx.array, Sequence[Forward]], mx.array],
         allocator: BlockAllocator,
         pool: KVPool,
-        states: RecurrentStates,
+        states: LayerStates,
         max_rows: int,
         buckets: Buckets,
     ) -> None:
@@ -134,7 +133,7 @@ class CompiledDecode:
         self._compute = compute
         self._pool = pool
         self._states = states
-        self._has_states = bool(states.caches)
+        self._has_states = states.exist
         self._forms: Forms = ()  # of states that grow no more
         self._block_size = allocator.block_size
         groups = allocator.groups
@@ -155,7 +154,7 @@ class CompiledDecode:
 
     def takes(self, batch: Batch) -> bool:
         """Whether each row chooses a token, of decodes or of drafts, which get no padding. On
-        recurrent layers: of decodes whose states grow no more."""
+        layers with states: of decodes whose states grow no more."""
         rows = len(batch.tokens)
         if not batch.samples_all or batch.layout is not Layout.ROWS:
             return False
@@ -292,7 +291,7 @@ class CompiledDecode:
         forms: Forms = ()
         tokens = self._first_tokens(1, self.buckets.width(1), 0)
         tokens[0] = tokens[0] + 1  # a lost state is noticed only if another token changes it
-        while forms != (forms := forms_of(self._states.loaded)):
+        while forms != (forms := self._states.loaded_forms):
             self._plain(tokens)
             mx.eval(self._pool.handles(), self._states.loaded)
         self._forms = forms
@@ -428,7 +427,7 @@ class CompiledDecode:
         mx.eval(tokens)
         started = time.perf_counter()
         scores = run(tokens)
-        states = arrays_of(self._states.loaded)
+        states = self._states.loaded_arrays
         mx.eval(scores, self._pool.handles(), states)
         seconds = time.perf_counter() - started
         blocks = slice(block, block + len(self._pieces))

@@ -62,7 +62,7 @@ class DraftModel:
         self.pooled = pooled
         self.seconds = self.seconds_per_draft = 0.0
         self._trace_seconds = 0.0  # the part of `seconds` that traced graphs
-        self._rewinds = not pooled.profile.recurrent
+        self._rewinds = not pooled.profile.states.exist
         self._embedding_rows = pooled.profile.embedding_rows
         self._allocator = pooled.allocator
         self._runner = pooled.runner
@@ -79,7 +79,7 @@ class DraftModel:
         config = target.config.of_pool(
             num_blocks=room, prefill_chunk=CATCH_UP, kv_bits=None, kv_disk=None
         )
-        if profile.recurrent:  # of its drafts' states none is worth a snapshot
+        if profile.states.exist:  # of its drafts' states none is worth a snapshot
             config = config.of_pool(prefix_cache=False)
         return cls(PooledModel(MeasuredModel.of(model, profile, config)), num_tokens)
 

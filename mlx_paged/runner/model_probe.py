@@ -29,6 +29,7 @@ from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates, empty_like
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
+from mlx_paged.runner.state_profile import StateProfile
 
 REFUSED = {
     "phi3small": (
@@ -76,10 +77,7 @@ class ModelProfile:
             recurrent layers that compute no rows, layers that read gathered K/V would gather
             once for each row, and latent attention would apply its up-projections to each row of a
             chunk. SINGLE if the model cannot compute a ragged batch.
-        recurrent: some layers keep a state instead of K/V, so that a sequence cannot be rewound.
-        diverts_states: recurrent layers can compute rows of sequences with different numbers of
-            tokens.
-        state_bytes: bytes of a sequence's states in all recurrent layers.
+        states: what its recurrent layers keep instead of K/V.
         attentions: the kinds of attention of its layers, each once.
         windows: for each entry of `shapes` the tokens that a query sees at most; None: all.
         last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
@@ -92,9 +90,7 @@ class ModelProfile:
 
     shapes: tuple[KVShape | None, ...]
     batching: Batching
-    recurrent: bool
-    diverts_states: bool
-    state_bytes: int
+    states: StateProfile
     attentions: tuple[AttentionKind, ...]
     windows: tuple[int | None, ...]
     last_layer_narrows: bool
@@ -202,9 +198,11 @@ def probe(model: nn.Module) -> ModelProfile:
     return ModelProfile(
         shapes=tuple(leaf.shape for leaf in layers),
         batching=batching,
-        recurrent=recurrent,
-        diverts_states=diverts_states,
-        state_bytes=sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
+        states=StateProfile(
+            recurrent,
+            diverts_states,
+            sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
+        ),
         attentions=tuple(dict.fromkeys(kinds)),
         windows=tuple(map(_widest, traces)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged import ops
 from mlx_paged.attention.forward import Forward
@@ -42,8 +41,6 @@ from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_rows import RecurrentRows, States
-from mlx_paged.runner.recurrent_states import RecurrentStates, left_by, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import (
@@ -95,11 +92,8 @@ class ModelRunner:
         flat = list(leaves(self.caches))
         self.layers = [c for c in flat if isinstance(c, PagedLayerCache)]
         self._second_layer = next((c for c in flat[1:2] if isinstance(c, PagedLayerCache)), None)
-        states = [c for c in flat if isinstance(c, ArraysCache)]
-        self._second_states = [i for i, c in enumerate(states) if c in flat[1:2]]
-        diverted = RecurrentRows.of(model) if profile.diverts_states else None
-        self.states = RecurrentStates(states, diverted)
-        self._is_recurrent = profile.recurrent
+        self.states = profile.states.on(model, flat)
+        self._second_states = self.states.layers_of(flat[1:2])
         self.logit_rows = LogitRows.of(model)
         self._heads_take_rows = profile.heads_take_rows
         self._embedding_rows = profile.embedding_rows
@@ -203,7 +197,7 @@ class ModelRunner:
             first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
             if self.begins_each or batch.scored:
-                states = self.states.arrays(left_by(batch.spans))
+                states = self.states.left_by(batch.spans)
                 read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
                 part = Part([*self.pool.handles(), *states, *read], batch.scored, rows)
                 self._compute(launched, part)
@@ -213,10 +207,10 @@ class ModelRunner:
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
         launched.pending, self._loaded = self.pool.handles() + self._loaded, []
-        if self._is_recurrent:
+        if self.states.exist:
             self.states.release(step.released)
             separated = self.states.separate(step.spans)
-            launched.pending += self.states.arrays([*left_by(step.spans), *separated])
+            launched.pending += self.states.left_by(step.spans) + separated
         if logits:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
             arguments = launched.requests, _joined(newest), np.concatenate(lengths), scores, drafts
@@ -232,11 +226,11 @@ class ModelRunner:
             return *self._forward(batch), []
         if batch.decodes_only:
             rows, scores = self._forward(batch)
-            states = self.states.arrays(left_by(batch.spans))
+            states = self.states.left_by(batch.spans)
             return rows, scores, [*self.pool.handles(), *states, rows]
         with kept_handle(self._second_layer) as handles:
             rows, scores = self._forward(batch)
-        return rows, scores, handles + self.states.arrays(left_by(batch.spans), self._second_states)
+        return rows, scores, handles + self.states.left_by(batch.spans, self._second_states)
 
     def _compute(self, launched: LaunchedStep, part: Part) -> None:
         """Begin a part of a step, and score prompt tokens, unless the step is held back."""
@@ -273,15 +267,14 @@ class ModelRunner:
         for group in groups:
             load_blocks(pool, group, [t for t in loads if t.group == group and t.blocks])
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
-        for states in [t for t in stores if t.state]:
-            copied = self.states.copy(states.state)
-            self._begin(_arrays_of(copied))  # else the copy waits for the step that follows
-            states.payload = _telling(packed, copied)
-        for states in [t for t in loads if t.state]:
-            rows, row = states.payload
-            loaded = unpacked(np.asarray(rows)[row].tobytes())
-            self._begin(_arrays_of(loaded))  # another thread may compute the step that reads them
-            self.states.put(states.state, loaded)
+        for each in [t for t in stores if t.state]:
+            copied, read = self.states.copied_out(each.state)
+            self._begin(copied)  # else the copy waits for the step that follows
+            each.payload = _telling(read)
+        for each in [t for t in loads if t.state]:
+            rows, row = each.payload
+            loaded = self.states.put_back(each.state, np.asarray(rows)[row].tobytes())
+            self._begin(loaded)  # another thread may compute the step that reads them
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
@@ -345,13 +338,13 @@ class ModelRunner:
         return True
 
     def release(self, state_ids: Sequence[int]) -> None:
-        """Forget recurrent states, while no step is planned that has not been launched. Those that
+        """Forget states, while no step is planned that has not been launched. Those that
         are left get arrays of their own."""
         self.states.release(state_ids)
         if self._held_back is None:  # else it would have to begin now
             separated = self.states.separate()
             if separated:
-                self._begin(self.states.arrays(separated))
+                self._begin(separated)
 
     def recover(self, error: BaseException | None = None) -> None:
         """Give up the steps under way: reset the pool's handles and forget every state."""
@@ -381,7 +374,7 @@ class ModelRunner:
 
     def _batches(self, step: Step, coming: PendingTokens | None) -> list[Batch]:
         """A step's forwards: one forward of rows for all tokens that may share it, and one for each
-        other chunk. A chunk is cut at the recurrent states that it leaves."""
+        other chunk. A chunk is cut at the states that it leaves."""
         together, alone = self._shared_and_alone(step.spans)
         make = partial(Batch, allocator=self.allocator, coming=coming, scores=step.scores)
         batches = [make(together, tables=self._tables)] if together else []
@@ -394,7 +387,7 @@ class ModelRunner:
         if self.batching is Batching.SINGLE:
             return (), spans
         decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.drafts or s.stored)]
-        if self._is_recurrent and not self.states.takes_rows:
+        if self.states.exist and not self.states.takes_rows:
             alike = self.states.alike(span for span in decodes if len(span) == 1)
             decodes = [s for s in decodes if len(s) == 1 and s.request.id in alike]
         shared = {span.request.id for span in decodes}
@@ -423,7 +416,7 @@ class ModelRunner:
         compiled, are_rows = self.compiled, batch.layout is Layout.ROWS
         takes = compiled is not None and not more and compiled.takes(batch)
         states: AbstractContextManager[None] = nullcontext()
-        if self._is_recurrent:
+        if self.states.exist:
             states = self.states.computing(batch.spans, are_rows and not takes, batch.padding)
         if compiled is not None and takes:
             with states:
@@ -446,10 +439,6 @@ class ModelRunner:
         with self._lock, attention_hook(), self.cpu_layers.diverted():
             logits: mx.array = self.model(inputs, cache=self.caches, **more)
         return logits
-
-
-def _arrays_of(states: States) -> list[mx.array]:
-    return [array for layer in states for array in layer if array is not None]
 
 
 def _telling(read: Callable[..., Any], *args: Any) -> Callable[[], Any]:

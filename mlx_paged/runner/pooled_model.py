@@ -26,10 +26,9 @@ from mlx_paged.kv.memory import (
     promise,
 )
 from mlx_paged.kv.pool import KVPool, planned_block_bytes
-from mlx_paged.kv.snapshot_memory import num_snapshots_for
-from mlx_paged.kv.states import StateIds
 from mlx_paged.options import KVBits, PoolConfig
 from mlx_paged.request import Request
+from mlx_paged.runner.layer_states import StateMemory
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.skip_unsampled import lock_of
@@ -61,7 +60,7 @@ class MeasuredModel:
     config: PoolConfig
     profile: ModelProfile
     plan: PoolPlan
-    max_snapshots: int
+    states: StateMemory
     num_blocks: int  # of the pool; `plan.width` of them hold a block of all layers
 
     @classmethod
@@ -79,15 +78,11 @@ class MeasuredModel:
         """
         block_size, shapes = config.block_size, profile.shapes
         plan = plan_pool(shapes, profile.windows, block_size)
-        max_snapshots = 0
-        if profile.recurrent and config.prefix_cache:
-            max_snapshots = num_snapshots_for(
-                profile.state_bytes, config.max_running, config.snapshot_memory
-            )
+        states = profile.states.planned(config)
         if config.num_blocks is not None:
             num_blocks = config.num_blocks * plan.width
-            return cls(model, config, profile, plan, max_snapshots, num_blocks)
-        reserved, kv_memory = max_snapshots * profile.state_bytes, config.kv_memory
+            return cls(model, config, profile, plan, states, num_blocks)
+        reserved, kv_memory = states.num_bytes, config.kv_memory
         step = _step_bytes(model, profile, config)
         cache = config.cache_limit
         if cache is None:
@@ -99,7 +94,7 @@ class MeasuredModel:
         num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved, others)
         if config.kv_memory is None and config.max_kv_tokens is not None:
             num_blocks = min(num_blocks, plan.width * ceil_div(config.max_kv_tokens, block_size))
-        return cls(model, config, profile, plan, max_snapshots, num_blocks)
+        return cls(model, config, profile, plan, states, num_blocks)
 
     @property
     def budget(self) -> MemoryBudget:
@@ -107,7 +102,7 @@ class MeasuredModel:
         config, profile = self.config, self.profile
         step = _step_bytes(self.model, profile, config)
         pool = self.num_blocks * planned_block_bytes(self.plan.arrays)
-        pool += self.max_snapshots * profile.state_bytes
+        pool += self.states.num_bytes
         is_asked = config.kv_memory is not None or config.num_blocks is not None
         weights = sum(each.nbytes for _, each in tree_flatten(self.model.parameters()))
         cache = config.cache_limit
@@ -139,20 +134,17 @@ class PooledModel:
         make_allocator: Callable[..., BlockAllocator] = BlockAllocator,
     ) -> None:
         config, self.plan, self.profile = measured.config, measured.plan, measured.profile
-        self.config, self.max_snapshots = config, measured.max_snapshots
+        self.config = config
         # A sequence takes the blocks of its longest chunk in each group that keeps a window.
         keeps_all = all(group.keeps_all for group in self.plan.groups)
         self.longest_chunk = _longest_chunk(config) if keeps_all else config.prefill_chunk
         block_size, num_blocks = config.block_size, measured.num_blocks
-        states = None
-        if self.profile.recurrent:
-            states = StateIds(self.max_snapshots, self.profile.state_bytes)
         self.allocator = make_allocator(
             num_blocks,
             block_size,
             self.plan.groups,
             self.longest_chunk,
-            states,
+            measured.states.kind(),
         )
         self._budget = measured.budget
         cache = self._budget.cache
@@ -161,8 +153,7 @@ class PooledModel:
             self._budget = replace(self._budget, cache=self.limits.cache)
         holder = self.limits and self.limits.holder
         self.pool = KVPool((), num_blocks, block_size, self.plan, num_blocks, holder)
-        if states is not None:
-            promise(states)
+        promise(self.allocator.states)
         self.runner = make_runner(
             measured.model,
             self.profile,

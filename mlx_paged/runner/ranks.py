@@ -122,15 +122,15 @@ class Ranks:
     ) -> "tuple[PooledModel, LeadingRunner]":
         """A model on the pools of all ranks, and the runner that leads them.
 
-        Every rank takes rank 0's number of snapshots and its choice of linear layers. The rank with
-        the least memory decides the number of blocks. Decodes are compiled only if the caller asks
-        for it: no clock decides."""
+        Every rank takes rank 0's number of states to keep and its choice of linear layers. The rank
+        with the least memory decides the number of blocks. Decodes are compiled only if the caller
+        asks for it: no clock decides."""
         given = measured.config
         config = given.of_pool(
             compile=bool(given.compile),
             cpu_linear=CPULayers(measured.model, given.cpu_linear).linear,
-            snapshot_memory=measured.max_snapshots * measured.profile.state_bytes,
         )
+        config = measured.states.decided(config)
         self.send(Kind.MEASURE, first_frame(config))
         num_blocks = int(min(measured.num_blocks, *self.answers()))
         self.send(Kind.MAKE, json.dumps(num_blocks).encode())

@@ -14,11 +14,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged.runner.layer_states import LayerState, States
 from mlx_paged.runner.skip_unsampled import attached_to, override
-
-LayerState = list[mx.array | None]
-States = list[LayerState]
-"""The states of one or of several sequences, layer by layer."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
 """States of recurrent layers, kept per sequence and joined for a batch."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from itertools import groupby, islice
 from typing import Any
@@ -9,11 +10,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.runner.recurrent_rows import LayerState, RecurrentRows, Run, States, empty_like
+from mlx_paged.runner.layer_states import Forms, LayerState, States
+from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, empty_like
 from mlx_paged.scheduler.step import Span
-
-Forms = tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]
-"""Shapes and dtypes of all arrays of states, without the axis along which sequences are joined."""
 
 
 class _Joined:
@@ -50,6 +49,7 @@ class RecurrentStates:
     def __init__(self, caches: Sequence[ArraysCache], rows: RecurrentRows | None = None) -> None:
         """`rows` computes forwards of rows; None: the model cannot, except for one row each."""
         self.caches = list(caches)
+        self.exist = bool(self.caches)
         self.takes_rows = rows is not None
         self._rows = rows
         self._held: dict[int, tuple[_Joined, int]] = {}  # by id: a row of joined states
@@ -68,6 +68,14 @@ class RecurrentStates:
     def loaded(self, states: States) -> None:
         for cache, own in zip(self.caches, states, strict=True):
             cache.cache[:] = own
+
+    @property
+    def loaded_arrays(self) -> list[mx.array]:
+        return arrays_of(self.loaded)
+
+    @property
+    def loaded_forms(self) -> Forms:
+        return forms_of(self.loaded)
 
     def alike(self, spans: Iterable[Span]) -> set[int]:
         """The largest group of sequences whose states have the same shapes, so that they can be
@@ -168,10 +176,10 @@ class RecurrentStates:
                 place[0].held -= 1
         self._mixed.intersection_update(self._held)
 
-    def separate(self, spans: Sequence[Span] = ()) -> list[int]:
+    def separate(self, spans: Sequence[Span] = ()) -> list[mx.array]:
         """Let states that these spans, which were computed now, do not read or leave at their ends
-        have arrays of their own: a row keeps those beside it in memory. Returns the ids of the
-        states with new arrays, which are not evaluated."""
+        have arrays of their own: a row keeps those beside it in memory. Returns the new arrays,
+        which are not evaluated."""
         left = [span.leaves[-1].id for span in spans]
         apart = self._mixed.difference(left, [span.reads for span in spans])
         waiting = [each for each in apart if self._held[each][0].wastes_memory]
@@ -179,7 +187,16 @@ class RecurrentStates:
             own = self.copy(state_id)
             self.release([state_id])
             self.put(state_id, own)
-        return waiting
+        return self.arrays(waiting)
+
+    def copied_out(self, state_id: int) -> tuple[list[mx.array], Callable[[], bytes]]:
+        copied = self.copy(state_id)
+        return arrays_of(copied), partial(packed, copied)
+
+    def put_back(self, state_id: int, content: bytes) -> list[mx.array]:
+        states = unpacked(content)
+        self.put(state_id, states)
+        return arrays_of(states)
 
     def copy(self, state_id: int) -> States:
         """A copy of a state that may be kept for long.
@@ -204,6 +221,12 @@ class RecurrentStates:
         self._held.clear()
         self._mixed.clear()
         self._empty_caches()
+
+    def left_by(self, spans: Iterable[Span], layers: Sequence[int] | None = None) -> list[mx.array]:
+        return self.arrays(left_by(spans), layers)
+
+    def layers_of(self, caches: Sequence[Any]) -> list[int]:
+        return [i for i, cache in enumerate(self.caches) if any(cache is c for c in caches)]
 
     def arrays(
         self, state_ids: Iterable[int], layers: Sequence[int] | None = None

@@ -57,7 +57,7 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     of_attention = len(shapes) * (gathered + partials)
     arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
     alive = min(STEPS * arrays, IN_FLIGHT * (most_elements() + max(gathered, partials)))
-    states = STEPS * row_bucket(max_running) * profile.state_bytes
+    states = STEPS * row_bucket(max_running) * profile.states.num_bytes
     # While prompts are scored, no sampler runs, but what it will read is there twice.
     scored = item * (MOST_SCORED + 2 * max_running) + 4 * prompt_scores.ARRAYS * prompt_scores.PART
     return alive * item + states + max(4 * OF_LOGITS * max_running, scored) * vocab

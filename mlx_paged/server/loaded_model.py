@@ -112,7 +112,7 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         abilities,
         engine.token_ids,
         max_context=room,
-        has_states=engine.manager.profile.recurrent,
+        has_states=engine.manager.profile.states.exist,
         image_processor=image_processor(model),
     )
     service = EngineService(engine).start()

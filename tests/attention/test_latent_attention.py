@@ -215,7 +215,7 @@ def test_prefixes_and_samples_share_latents(name, models):
     for completion in samples:
         assert_tokens(model, prompt, completion)
     whole_blocks = 16  # further on no state is known
-    assert samples[0].cached_prompt_tokens == (whole_blocks if probe(model).recurrent else 18)
+    assert samples[0].cached_prompt_tokens == (whole_blocks if probe(model).states.exist else 18)
     assert engine.stats.cow_clones > 0
     assert path_counts == {"paged": NUM_LAYERS[name] * decodes.forwards}
 

@@ -143,7 +143,7 @@ class StepArrays:
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self.profile: ModelProfile = probe(model)
         plan = plan_pool(self.profile.shapes, self.profile.windows, BLOCK_SIZE)
-        states = StateIds() if self.profile.recurrent else None
+        states = StateIds() if self.profile.states.exist else None
         self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512, states)
         self._pool = KVPool((), 1, BLOCK_SIZE, plan, capacity=1)
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self._pool)

@@ -99,7 +99,7 @@ def test_a_recurrent_state_is_held_once_until_its_sequence_ends():
             step = scheduler.schedule()
             device.run(*arrays.ops(step))
             device._commit(most=0)
-            held.append(device.allocator.active / arrays.profile.state_bytes)
+            held.append(device.allocator.active / arrays.profile.states.num_bytes)
             scheduler.commit(step)
             for span in step.spans:
                 span.request.tokens += [1] * span.samples

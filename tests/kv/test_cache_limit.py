@@ -175,7 +175,7 @@ def test_the_budget_has_the_weights_the_pools_and_the_snapshots(mac, llama):
         budget, pooled = engine.memory_budget, engine.manager
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         assert budget.weights == (2 if others else 1) * weights
-        snapshots = pooled.max_snapshots * pooled.profile.state_bytes
+        snapshots = pooled.allocator.states.promised_bytes
         assert budget.pool == (2 if others else 1) * pooled.pool.nbytes + snapshots
         assert budget.parts == engine.stats.memory_budget
 

@@ -215,7 +215,7 @@ class TestSeveralEngines:
         in_use = memory_in_use()
         engine = Engine(jamba, num_blocks=64, block_size=BLOCK, max_running=2)
         snapshots = engine.manager.allocator.states.snapshots
-        state_bytes = probe(jamba).state_bytes
+        state_bytes = probe(jamba).states.num_bytes
         assert memory_in_use() - counted() == 8 * state_bytes > 0
         engine.generate([[1] * 40], max_tokens=2)
         assert len(snapshots) > 0

@@ -71,7 +71,7 @@ class Picky(nn.Module):
 @pytest.mark.parametrize("error", [ValueError, RuntimeError, IndexError, AssertionError])
 def test_a_model_that_raises_for_divided_rows_is_served_without(error):
     model = Picky(error)
-    assert not probe(model).diverts_states
+    assert not probe(model).states.are_diverted
     assert_as_alone(model)
 
 

@@ -69,7 +69,7 @@ class Layers:
             Span.of(Request(i, [], params, 0), 0, 1, True, Move(State(0, 0), (State(each, 1),)))
             for i, each in zip(seq_ids, self.ids(seq_ids), strict=True)
         ]
-        return self.states.arrays(self.states.separate(spans))
+        return self.states.separate(spans)
 
     def copy(self, seq_id: int) -> Any:
         return self.states.copy(self.newest[seq_id])

@@ -180,7 +180,7 @@ def test_an_image_is_a_part_of_the_prefix(name):
     later = engine.generate(same[1:], max_tokens=MAX_TOKENS)
     assert [*first, *(done.tokens for done in later)] == expected[:8]
     assert engine.runner.model.pictures.num_encoded == 1
-    if not engine.manager.profile.recurrent:  # else up to a snapshot
+    if not engine.manager.profile.states.exist:  # else up to a snapshot
         assert min(done.cached_prompt_tokens for done in later) >= len(same[0]) - 3 - 8
     (done,) = engine.generate([other], max_tokens=MAX_TOKENS)
     assert done.tokens == expected[8] and done.cached_prompt_tokens <= len(text[0]) + 1

@@ -51,7 +51,7 @@ class Reference:
         self.name = name
         self.window = window
         assert limits_of(self.model) == {window}, f"{name} does not read its window"
-        self.recurrent = probe(self.model).recurrent
+        self.recurrent = probe(self.model).states.exist
         self._runs: dict[Key, tuple[list[int], Rows]] = {}
 
     def greedy(self, prompt: Tokens, num_tokens: int) -> list[int]:
