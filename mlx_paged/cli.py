@@ -206,7 +206,7 @@ def engine_flags(stall: Flag | None = None) -> list[Flag]:
     """The flags of an engine that all commands have. `stall` is the command's own
     ``--max-stall-ms``."""
     return [
-        *map(flag_of, ("kv_memory", "cache_limit", "kv_bits")),
+        *map(flag_of, ("kv_memory", "cache_limit", "wired", "kv_bits")),
         *((flag, _only(n), n, "N", f"only {n} is accepted") for flag, n in QUANTIZATION.items()),
         stall or flag_of("max_stall_ms"),
         *map(flag_of, ("policy", "preempt", "compile", "cpu_linear", "cascade", "prefix_cache")),

@@ -183,6 +183,13 @@ class PoolConfig:
             "GB",
         ),
     )
+    wired: bool | None = option(
+        None,
+        OnOff(may_choose=True),
+        "raise MLX's wired limit while the engine lives (docs/on-a-mac.md has reports of kernel"
+        " panics with it). None: if MLX_PAGED_WIRED is 1.",
+        OptionFlag("--wired", "raise MLX's wired limit on a Mac (default: off)"),
+    )
     max_running: int = option(
         32,
         Whole(1),

@@ -13,6 +13,7 @@ from mlx_paged.arguments import TESTED_MLX_LM
 from mlx_paged.attention.paths import ANY_NUMBER, VARIABLE, max_paged_queries
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.kernels import kernels_in_use
+from mlx_paged.doctor.panics import DAYS, FOLDER, recent_panics
 from mlx_paged.kv.memory import default_cache_limit, default_kv_memory, device_memory, memory_in_use
 
 GB = 1e9
@@ -41,6 +42,10 @@ def check_machine(found: Findings, quick: bool) -> None:
     }
     for name, value in found.numbers.items():
         found.lines.append(f"{name}: {_text(value)}")
+    if panics := recent_panics():
+        found.numbers["panics"] = panics
+        text = f"{FOLDER} has reports of kernel panics of the last {DAYS} days:"
+        found.lines.append(f"{text} {', '.join(panics)} (docs/on-a-mac.md)")
     system = f"{device.get('device_name', 'CPU')}, {platform.platform()}"
     found.verdict = f"mlx_paged {_version('mlx-paged')}, mlx {mlx_version}, {system}"
     # A development build of mlx has a suffix after these three numbers.

@@ -54,6 +54,8 @@ class Engine(EngineCore):
         cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if
             MLX's limit is. Default: a tenth of the GPU's memory; less if `kv_memory` or
             `num_blocks` asks for a small pool.
+        wired: raise MLX's wired limit while the engine lives (docs/on-a-mac.md has reports of
+            kernel panics with it). None: if MLX_PAGED_WIRED is 1.
         max_running: the largest number of requests that are computed together.
         prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
             On a GPU, a prompt beside which no request runs or waits takes up to four times as many:
@@ -119,6 +121,7 @@ class Engine(EngineCore):
         kv_bits: int | str | None = None,
         max_kv_tokens: int | None = None,
         cache_limit: int | None = None,
+        wired: bool | None = None,
         max_running: int = 32,
         prefill_chunk: int = 512,
         max_stall_ms: float | None = None,
@@ -154,6 +157,7 @@ class Engine(EngineCore):
             kv_bits=kv_bits,
             max_kv_tokens=max_kv_tokens,
             cache_limit=cache_limit,
+            wired=wired,
             max_running=max_running,
             prefill_chunk=prefill_chunk,
             max_stall_ms=max_stall_ms,
@@ -489,8 +493,7 @@ class Engine(EngineCore):
 
     @exclusive
     def copy_when_idle(self) -> bool:
-        """Copy some cached blocks to `kv_disk` if there is nothing else to do; whether to call this
-        again."""
+        """Copy some cached blocks to `kv_disk` when idle; whether to call this again."""
         if self.has_work:
             return False
         self._settle()  # a step may be under way for requests that ended

@@ -1,5 +1,6 @@
 """MLX's limits of wired and of cached memory, held while engines live."""
 
+import os
 import threading
 from weakref import finalize
 
@@ -8,46 +9,61 @@ import numpy as np
 
 from mlx_paged.kv.memory import working_set
 
+VARIABLE = "MLX_PAGED_WIRED"
+"""1: engines raise the wired limit unless their option says otherwise."""
+
+
+def is_wired(wired: bool | None) -> bool:
+    """The value of the option `wired`; None: what the environment says."""
+    return os.environ.get(VARIABLE) == "1" if wired is None else wired
+
 
 class _Limits:
-    """MLX's limits, one of each for the process, and the cache limits that their holders ask for:
-    the largest one counts, but never more than the former limit. The garbage collector may release
-    a holder during :meth:`hold` on the same thread: the lock is reentrant, and the new holder is
-    counted before a limit changes."""
+    """MLX's limits, one of each for the process, and what their holders ask for: the largest cache
+    limit counts, but never more than the former limit; the wired limit is raised while any holder
+    asks for that. The garbage collector may release a holder during :meth:`hold` on the same
+    thread: the lock is reentrant, and the new holder is counted before a limit changes."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._asked: list[int] = []
-        self._wired: int | None = None  # the limits that are set, while `_before` is
-        self._cache = 0
-        self._before: tuple[int | None, int] | None = None  # the limits to restore
+        self._asked: list[tuple[int, bool]] = []  # a cache limit, and whether to wire
+        self._cache = 0  # the limit that is set, while `_before` is
+        self._before: int | None = None  # the cache limit to restore
+        self._wired: tuple[int, int] | None = None  # the wired limit that is set; that before it
 
-    def hold(self, cache: int) -> int:
+    def hold(self, cache: int, wired: bool) -> int:
         """The limit that `cache` gets by itself."""
         with self._lock:
-            self._asked.append(cache)
+            self._asked.append((cache, wired))
             if self._before is None:
-                self._wired, self._cache = working_set(), cache
-                wired = None if self._wired is None else mx.set_wired_limit(self._wired)
-                self._before = wired, mx.set_cache_limit(cache)
+                self._cache = cache
+                self._before = mx.set_cache_limit(cache)
             self._follow()
-            return min(cache, self._before[1])
+            if wired and self._wired is None and (size := working_set()) is not None:
+                self._wired = size, mx.set_wired_limit(size)
+            return min(cache, self._before)
 
-    def release(self, cache: int) -> None:
+    def release(self, cache: int, wired: bool) -> None:
         with self._lock:
-            self._asked.remove(cache)
-            if self._asked or self._before is None:
-                self._follow()
+            self._asked.remove((cache, wired))
+            self._follow()
+            is_last = not self._asked and self._before is not None
+            unwires = self._wired is not None and not any(wires for _, wires in self._asked)
+            if not (is_last or unwires):
                 return
-            wired, cached = self._before
-            self._before = None
+            before, self._before = self._before, None if is_last else self._before
+            set_wired, self._wired = self._wired, None if unwires else self._wired
             try:
-                mx.synchronize()  # do not lower the limit while the device computes
+                mx.synchronize()  # do not lower a limit while the device computes
             finally:
-                mx.set_cache_limit(cached)
-                if wired is not None and (now := mx.set_wired_limit(wired)) != self._wired:
-                    mx.set_wired_limit(now)  # somebody else's, such as mlx-lm's
-                mx.clear_cache()
+                if is_last and before is not None:
+                    mx.set_cache_limit(before)
+                if unwires and set_wired is not None:
+                    ours, others = set_wired
+                    if (now := mx.set_wired_limit(others)) != ours:
+                        mx.set_wired_limit(now)  # somebody else's, such as mlx-lm's
+                if is_last:
+                    mx.clear_cache()
 
     def clear(self) -> None:
         """Let MLX give back what it keeps, unless others hold limits: they may compute with it."""
@@ -59,9 +75,9 @@ class _Limits:
                     mx.clear_cache()
 
     def _follow(self) -> None:
-        if self._before is None:
+        if self._before is None or not self._asked:
             return
-        limit = min(max(self._asked), self._before[1])
+        limit = min(max(cache for cache, _ in self._asked), self._before)
         if limit != self._cache:
             self._cache = limit
             mx.set_cache_limit(limit)
@@ -73,16 +89,17 @@ _limits = _Limits()
 class HeldLimits:
     """Limits of MLX, until `holder` dies or :attr:`release` is called.
 
-    The wired limit is what Metal recommends, and MLX keeps at most `cache` bytes of freed buffers.
+    MLX keeps at most `cache` bytes of freed buffers. If `wired`, the wired limit is what Metal
+    recommends.
     The release of the last object of this class restores both limits. When the last `holder` dies,
     MLX gives back the freed buffers that MLX keeps. An owner has `holder` as the last attribute, so
     that `holder` dies after the owner's arrays. `holder` is an array of numpy, because the garbage
     collector does not track arrays of numpy and so cannot free `holder` earlier. :attr:`cache` is
     ``min(cache, former limit)``."""
 
-    def __init__(self, cache: int) -> None:
-        self.cache = _limits.hold(cache)
+    def __init__(self, cache: int, wired: bool = False) -> None:
+        self.cache = _limits.hold(cache, wired)
         self.holder = np.empty(0)
-        self.release = finalize(self.holder, _limits.release, cache)
+        self.release = finalize(self.holder, _limits.release, cache, wired)
         for each in (self.release, finalize(self.holder, _limits.clear)):
             each.atexit = False

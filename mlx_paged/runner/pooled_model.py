@@ -14,7 +14,7 @@ from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
-from mlx_paged.kv.limits import HeldLimits
+from mlx_paged.kv.limits import HeldLimits, is_wired
 from mlx_paged.kv.memory import (
     COPIED,
     MemoryBudget,
@@ -148,7 +148,7 @@ class PooledModel:
         )
         self._budget = measured.budget
         cache = self._budget.cache
-        self.limits = None if cache is None else HeldLimits(cache)
+        self.limits = None if cache is None else HeldLimits(cache, is_wired(config.wired))
         if self.limits is not None:
             self._budget = replace(self._budget, cache=self.limits.cache)
         holder = self.limits and self.limits.holder

@@ -23,7 +23,7 @@ def mac(monkeypatch) -> FakeMac:
 
 
 def make_engine(llama) -> Engine:
-    return Engine(llama, num_blocks=32)
+    return Engine(llama, num_blocks=32, wired=True)
 
 
 @pytest.mark.slow
@@ -34,6 +34,40 @@ def test_it_is_raised_while_an_engine_lives(mac, llama):
     del engine
     gc.collect()
     assert mac.calls == [mac.working_set, ("synchronize", None), BEFORE]
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "is_raised"),
+    [
+        (None, None, False),
+        (None, "1", True),
+        (None, "0", False),
+        (False, "1", False),
+        (True, "0", True),
+    ],
+)
+def test_the_option_decides_and_then_the_environment(
+    mac, llama, monkeypatch, option, variable, is_raised
+):
+    if variable is not None:
+        monkeypatch.setenv("MLX_PAGED_WIRED", variable)
+    for make in (Engine, BatchGenerator):
+        owner = make(llama, num_blocks=32, wired=option)
+        assert mac.wired == (mac.working_set if is_raised else BEFORE)
+        owner.close()
+        assert mac.wired == BEFORE
+
+
+def test_one_that_asks_beside_others_that_do_not(mac, llama):
+    """It is lowered with that one, after a wait, while the others go on."""
+    other = Engine(llama, num_blocks=32, wired=False)
+    assert mac.calls == []
+    engine = make_engine(llama)
+    assert mac.wired == mac.working_set
+    engine.close()
+    assert mac.calls == [mac.working_set, ("synchronize", None), ("synchronize", None), BEFORE]
+    other.close()
+    assert mac.wired == BEFORE and mac.calls.count(BEFORE) == 1
 
 
 @pytest.mark.slow
@@ -84,7 +118,7 @@ def test_it_is_raised_in_a_service(mac, llama):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_a_batch_generator_restores_it_when_its_stream_is_done(mac, llama, how):
-    generator = BatchGenerator(llama, num_blocks=32)
+    generator = BatchGenerator(llama, num_blocks=32, wired=True)
     generator.insert([[1, 2, 3]], [3])
     generator.next()
     assert mac.calls == [mac.working_set]
@@ -123,7 +157,7 @@ def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
     def fail(stream=None) -> None:
         raise RuntimeError("device error")
 
-    held = HeldLimits(GB)
+    held = HeldLimits(GB, wired=True)
     with monkeypatch.context() as patch:
         patch.setattr(mx, "synchronize", fail)
         with pytest.raises(RuntimeError, match="device error"):
@@ -147,7 +181,7 @@ def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, ll
 @pytest.mark.slow
 def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
     """The garbage collector runs at any moment."""
-    owners = [HeldLimits(GB)]
+    owners = [HeldLimits(GB, wired=True)]
     limit = limits_module._limits
     lock = limit._lock
 
@@ -160,7 +194,7 @@ def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
             lock.release()
 
     monkeypatch.setattr(limit, "_lock", CollectingLock())
-    owner = HeldLimits(GB)
+    owner = HeldLimits(GB, wired=True)
     assert not owners and mac.wired == mac.working_set
     del owner
     assert mac.wired == BEFORE
@@ -172,5 +206,5 @@ def test_on_a_cpu_nothing_is_set(monkeypatch, llama):
     monkeypatch.setattr(mx, "set_wired_limit", calls.append)
     make_engine(llama).close()
     with mx.stream(mx.cpu):
-        BatchGenerator(llama, num_blocks=32).close()
+        BatchGenerator(llama, num_blocks=32, wired=True).close()
     assert calls == []
