@@ -20,7 +20,7 @@ from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.shapes import block_bytes
 from mlx_paged.launched import rank
 from mlx_paged.loading import load_model as load
-from mlx_paged.options import KVBits
+from mlx_paged.options import KVBits, PoolConfig
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.ranks import joined
 
@@ -161,7 +161,8 @@ def static_blocks(trace: Trace, max_running: int, block_size: int) -> int:
 def kv_token_bytes(model: nn.Module, kv_bits: KVBits = None, dtype: mx.Dtype | None = None) -> int:
     """K/V bytes of one token of one sequence in all layers. `dtype`: of its numbers, if not the
     model's."""
-    shapes = [shape for shape in probe(model).quantized(kv_bits).shapes if shape is not None]
+    profile = probe(model).stored_by(PoolConfig(kv_bits=kv_bits))
+    shapes = [shape for shape in profile.shapes if shape is not None]
     return block_bytes([replace(s, dtype=dtype or s.dtype) for s in shapes], block_size=1)
 
 

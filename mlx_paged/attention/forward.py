@@ -27,6 +27,7 @@ from mlx_paged.attention.sdpa_hook import (
 )
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops.dispatch import MOST_TOGETHER, SHORT_CONTEXT
+from mlx_paged.ops.layer_kv import LayerKV
 
 SCORES = 1 << 25  # so many are in memory at once
 
@@ -337,7 +338,7 @@ class LayerView(AttendingCache):
         q = self._transformed(query.q)
         out = ops.attend(
             q,
-            [handles[layer] for handles in self.pool.stored],
+            LayerKV(*[handles[layer] for handles in self.pool.stored]),
             tables,
             context_lens,
             way.is_compiled,

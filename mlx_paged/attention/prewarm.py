@@ -1,7 +1,7 @@
 """Compile the GPU pipelines of an engine before the first request needs them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -81,31 +81,34 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged:
     # The keys that a long chunk sees behind a short window may be split, and so are those of the
     # decodes beside the chunk.
     windows = dict.fromkeys([kind.window, kind.window and LONG_CONTEXT])
-    variants = [{"scale": 1.0, "window": window, "sinks": sinks} for window in windows]
-    scales = {name: arrays[0] for name, arrays in pool.scales.items()}
+    variants: list[dict[str, Any]] = [
+        {"scale": 1.0, "window": window, "sinks": sinks} for window in windows
+    ]
+    kv = pool.layer(0)
     columns = widths_of(block_size)
     dispatched: set[str] = set()
 
-    def dispatch(op: Callable[..., Any], q: mx.array, **arrays: mx.array) -> None:
+    def dispatch(q: mx.array, **arrays: Any) -> None:
         for options in variants:
-            call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], **arrays, **options, **scales)
+            planned = arrays | options | kv.options
+            call = ops.metal.plan_attention(q, kv.keys, kv.values, **planned)
             pipelines = {launch["pipeline"] for launch in call["launches"]}
             if not pipelines <= dispatched:
-                mx.eval(op(q, pool.k, pool.v, **arrays, **options, **pool.scales))
+                mx.eval(ops.attend(q, kv, is_known=False, **arrays, **options))
                 dispatched.update(pipelines)
 
     in_chunks = ops.serves_chunks(kind.q_dtype, shape.head_dim, shape.v_head_dim)
-    in_chunks &= bool(scales) or kind.q_dtype == shape.dtype
+    in_chunks &= kv.is_quantized or kind.q_dtype == shape.dtype
     lengths = (1, LENGTHS[-1])[: 1 + in_chunks] if only_ragged else LENGTHS
     for num_blocks, length, count in product(columns, lengths, SEQUENCES):
         q = mx.zeros((count, kind.num_heads, length, shape.head_dim), kind.q_dtype)
         tables = mx.zeros((count, num_blocks), mx.int32)
         arrays = {"block_tables": tables, "context_lens": mx.ones((count,), mx.int32)}
         if length == 1 or not only_ragged:
-            dispatch(ops.paged_attention, q, **arrays)
+            dispatch(q, **arrays)
         if in_chunks and count == 1:
             arrays["cu_seqlens"] = as_int32([0, length])
-            dispatch(ops.paged_attention_varlen, q.transpose(2, 1, 0, 3), **arrays)
+            dispatch(q.transpose(2, 1, 0, 3), **arrays)
     for count, num_blocks in product(SHARING, columns[1:]):
         q = mx.zeros((count, kind.num_heads, 1, shape.head_dim), kind.q_dtype)
         arrays = {
@@ -113,4 +116,4 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged:
             "context_lens": mx.ones((count,), mx.int32),
             "shared_prefixes": mx.zeros((2, count), mx.int32),
         }
-        dispatch(ops.paged_attention, q, **arrays)
+        dispatch(q, **arrays)

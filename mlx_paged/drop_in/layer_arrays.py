@@ -47,7 +47,7 @@ class LayerArrays:
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What is written, ``[H_kv, num_blocks, block_size, columns]`` each."""
-        return self.kv.targets(0)
+        return self.kv.targets(0).arrays
 
     def move(self) -> None:
         """Perform the moves. If memory runs out, the move stays for the next use of the arrays."""

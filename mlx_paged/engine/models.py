@@ -54,7 +54,7 @@ class EngineModels:
         ranks = Ranks.of(model)
         if ranks is not None and config.kv_disk is not None:
             raise ValueError("[Engine] kv_disk is given: expected none on ranks")
-        profile = probed(model, config.kv_bits)
+        profile = probed(model, config)
         draft_model = config.draft_model if can_draft(profile) else None
         of_draft = None if draft_model is None else probed_draft(profile, draft_model)
         measured = MeasuredModel.of(model, profile, config, beside=of_draft)
@@ -142,11 +142,9 @@ class EngineParts:
             ranks=models.rank_stats,
             memory_budget=models.budget.parts,
         )
-        layers = zip(pooled.profile.windows, pooled.profile.shapes, strict=True)
-        sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
         instruments = RecorderConfig(
             TickLog(spike_ms=config.spike_ms, profile=config.profile),
-            KVReads(sizes, config.block_size),
+            KVReads(pooled.profile.read_bytes, config.block_size),
             phases,
             writer,
         )

@@ -14,6 +14,7 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import dequantized
+from mlx_paged.ops.layer_kv import LayerKV
 
 SMALL_ARRAY = 1 << 20
 
@@ -109,24 +110,29 @@ class KVPool:
     def nbytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
-    def write_targets(self, layer: int) -> tuple[mx.array, mx.array]:
-        """The arrays that rows are written to: K and V, or in latent layers two views of K."""
+    def layer(self, layer: int) -> LayerKV:
+        """The arrays that attention of a layer reads."""
+        return LayerKV(*[handles[layer] for handles in self.stored])
+
+    def targets(self, layer: int) -> LayerKV:
+        """The arrays that rows are written to: those of the layer, or in latent layers two views of
+        its keys."""
         shape = self.shapes[layer]
-        return _halves(self.k[layer], shape) if shape.latent else (self.k[layer], self.v[layer])
+        return LayerKV(*_halves(self.k[layer], shape)) if shape.latent else self.layer(layer)
 
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
         """Write K rows and V rows to their slots ``[T]``, in place; :func:`mlx_paged.ops.write_kv`
         has the shapes. In latent layers these are the latents and the rotary keys."""
-        scales: Any = {name: arrays[layer] for name, arrays in self.scales.items()}
-        targets = self.write_targets(layer)
+        kv = self.targets(layer)
         if self.shapes[layer].rotates:
             k, v = ops.hadamard(k), ops.hadamard(v)
-        written = ops.write_kv(k, v, *targets, slot_mapping, **scales)
-        self._replace(layer, written, lambda: ops.writes_in_place(k, *targets, slot_mapping))
+        written = ops.write_kv(k, v, kv.keys, kv.values, slot_mapping, **kv.options)
+        in_place = partial(ops.writes_in_place, k, kv.keys, kv.values, slot_mapping)
+        self._replace(layer, written, in_place)
 
     def write_stored(self, layer: int, rows: Sequence[mx.array], slot_mapping: mx.array) -> None:
         """As `write`, with rows of all arrays of :meth:`targets`, which are not rounded again."""
-        k, v, *scales = self.targets(layer)
+        k, v, *scales = self.targets(layer).arrays
         written = ops.write_kv(rows[0], rows[1], k, v, slot_mapping)
         more = _pair(ops.write_kv, *rows[2:], *scales, slot_mapping)
         self._replace(
@@ -137,10 +143,6 @@ class KVPool:
         """Whether the device writes rows like `k` in place."""
         caches = self.k[layer], self.v[layer]
         return ops.writes_in_place(k, *caches, slot_mapping, bool(self.scales))
-
-    def targets(self, layer: int) -> tuple[mx.array, ...]:
-        """All arrays that a write changes: `write_targets`, then the scales."""
-        return *self.write_targets(layer), *(arrays[layer] for arrays in self.scales.values())
 
     def append(
         self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, *read: Any
@@ -158,9 +160,9 @@ class KVPool:
                 return None
             self.k[layer], self.v[layer], keys, values = found
             return keys, values
-        stored = [handles[layer] for handles in self.stored]
-        arrays: tuple[Any, ...] = (*stored[:2], *read, *stored[2:], shape.rotates)
-        found = ops.append_kv(kind, k, v, *arrays)
+        kv = self.layer(layer)
+        scales: tuple[Any, ...] = kv.k_scales, kv.v_scales, shape.rotates
+        found = ops.append_kv(kind, k, v, kv.keys, kv.values, *read, *scales)
         if found is None:
             return None
         *written, keys, values = found
@@ -197,7 +199,7 @@ class KVPool:
                 # Not a result of an op: a GPU's launch depends on the values.
                 uploaded[groups] = mx.array(np.array(pairs, np.int32).reshape(-1, 2))
             if uploaded[groups].size:
-                k, v, *scales = self.targets(layer)
+                k, v, *scales = self.targets(layer).arrays
                 copied = ops.copy_blocks(k, v, uploaded[groups])
                 more = _pair(ops.copy_blocks, *scales, uploaded[groups])
                 in_place = partial(ops.copies_in_place, k, v, uploaded[groups])
@@ -220,7 +222,7 @@ class KVPool:
             return _halves(keys, shape) if as_written else (keys, _latents(keys, shape))
         if not self.scales:
             return gather(self.k[layer]), gather(self.v[layer])
-        k, v, of_k, of_v = map(gather, self.targets(layer))
+        k, v, of_k, of_v = map(gather, self.layer(layer).arrays)
         k, v = dequantized(k, of_k, shape.dtype), dequantized(v, of_v, shape.dtype)
         if as_stored or not shape.rotates:
             return k, v

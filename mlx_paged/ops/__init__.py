@@ -37,6 +37,7 @@ from mlx_paged.ops.dispatch import (
     refused as refused,
 )
 from mlx_paged.ops.host import as_numpy as as_numpy
+from mlx_paged.ops.layer_kv import LayerKV as LayerKV
 from mlx_paged.ops.paged import (
     attend as attend,
     copy_blocks as copy_blocks,

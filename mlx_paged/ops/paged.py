@@ -26,6 +26,7 @@ from mlx_paged import _ext
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.ops import dispatch, fallback
 from mlx_paged.ops.dispatch import Stream
+from mlx_paged.ops.layer_kv import LayerKV
 
 Cache = mx.array | Sequence[mx.array]
 
@@ -255,7 +256,7 @@ def paged_attention_varlen(
 
 def attend(
     q: mx.array,
-    kv: Sequence[mx.array],
+    kv: LayerKV,
     block_tables: mx.array,
     context_lens: mx.array,
     is_known: bool,
@@ -267,22 +268,20 @@ def attend(
     of tables and lengths are not checked.
 
     Args:
-        kv: keys, values and, of a quantized pool, their scales.
+        kv: the arrays of the layer.
         is_known: whether the device has a kernel for the call: nothing is asked then.
             ``dispatch.attends`` and ``dispatch.takes_attention`` tell.
     """
-    scales: dict[str, Any] = {}
-    if len(kv) > 2:
-        scales = {"k_scales": kv[2], "v_scales": kv[3]}
     if cu_seqlens is not None:
         options |= {"cu_seqlens": cu_seqlens, "num_decodes": num_decodes}
     if is_known:
-        options |= scales
-        return _ext.paged_attention(q, kv[0], kv[1], block_tables, context_lens, **options)
+        if kv.k_scales is not None:
+            options |= kv.options
+        return _ext.paged_attention(q, kv.keys, kv.values, block_tables, context_lens, **options)
     op: Callable[..., mx.array] = paged_attention if cu_seqlens is None else paged_attention_varlen
-    options |= {name: [array] for name, array in scales.items()}
+    options |= {name: [array] for name, array in kv.options.items()}
     out: mx.array = op(
-        q, kv[:1], kv[1:2], block_tables, context_lens, check_tables=False, **options
+        q, [kv.keys], [kv.values], block_tables, context_lens, check_tables=False, **options
     )
     return out
 

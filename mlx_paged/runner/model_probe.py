@@ -21,10 +21,10 @@ from mlx_paged.attention.sdpa_hook import (
     UnknownAttentionError,
     attention_hook,
 )
-from mlx_paged.kv.layer_groups import LayerPlace
+from mlx_paged.kv.layer_groups import LayerPlace, PoolPlan, plan_pool
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.options import KVBits
+from mlx_paged.options import PoolConfig
 from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, WatchedStates, empty_like
@@ -99,15 +99,26 @@ class ModelProfile:
     heads_take_rows: bool
     untraceable: str | None
 
-    def quantized(self, kv_bits: KVBits) -> "ModelProfile":
-        """The profile of the model with quantized K/V.
+    def stored_by(self, config: PoolConfig) -> "ModelProfile":
+        """The profile of the model with K/V that is stored as the options say.
 
         Raises:
-            ValueError: a layer's K/V cannot be stored with these bits.
+            ValueError: a layer's K/V cannot be stored with these `kv_bits`.
         """
+        kv_bits = config.kv_bits
         shapes = tuple(s and s.quantized("Engine", kv_bits) for s in self.shapes)
         kinds = (replace(k, shape=k.shape.quantized("Engine", kv_bits)) for k in self.attentions)
         return replace(self, shapes=shapes, attentions=tuple(kinds))
+
+    def pool_plan(self, block_size: int) -> PoolPlan:
+        """How its layers share a pool."""
+        return plan_pool(self.shapes, self.windows, block_size)
+
+    @property
+    def read_bytes(self) -> list[tuple[int | None, int]]:
+        """Of each layer that stores K/V: its window, and the bytes of a token."""
+        layers = zip(self.windows, self.shapes, strict=True)
+        return [(window, shape.token_bytes) for window, shape in layers if shape is not None]
 
 
 class _Recorder(AttendingCache, UntrimmedCache):

@@ -13,7 +13,7 @@ from mlx_paged.attention.paths import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
-from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
+from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.limits import HeldLimits, is_wired
 from mlx_paged.kv.memory import (
     COPIED,
@@ -26,7 +26,7 @@ from mlx_paged.kv.memory import (
     promise,
 )
 from mlx_paged.kv.pool import KVPool, planned_block_bytes
-from mlx_paged.options import KVBits, PoolConfig
+from mlx_paged.options import PoolConfig
 from mlx_paged.request import Request
 from mlx_paged.runner.layer_states import StateMemory
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
@@ -40,16 +40,18 @@ from mlx_paged.scheduler.step import Span, Step
 NOBODY = -1  # id of a request that no caller made
 
 
-def probed(model: nn.Module, kv_bits: KVBits = None) -> ModelProfile:
-    """What a model stores, with K/V of `kv_bits`. Its weights are in memory afterwards.
+def probed(model: nn.Module, config: PoolConfig | None = None) -> ModelProfile:
+    """What a model stores, as the options say; None: as the model computes it. The weights of the
+    model are in memory afterwards.
 
     Raises:
         UnsupportedModelError: results for this model could be wrong.
-        ValueError: its K/V cannot be stored with these bits.
+        ValueError: its K/V cannot be stored so.
     """
     with lock_of(model):
         mx.eval(model.state)  # only the thread that made an array can compute it
-        return probe(model).quantized(kv_bits)
+        profile = probe(model)
+        return profile if config is None else profile.stored_by(config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,8 @@ class MeasuredModel:
         Raises:
             ValueError: there is no room for one block, or the device cannot hold `kv_memory`.
         """
-        block_size, shapes = config.block_size, profile.shapes
-        plan = plan_pool(shapes, profile.windows, block_size)
+        block_size = config.block_size
+        plan = profile.pool_plan(block_size)
         states = profile.states.planned(config)
         if config.num_blocks is not None:
             num_blocks = config.num_blocks * plan.width

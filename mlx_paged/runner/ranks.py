@@ -327,7 +327,7 @@ def _follow(
             elif kind == Kind.MEASURE:
                 follower = None  # an engine before gives its memory back
                 config = read_first_frame(content)
-                profile = probed(model, config.kv_bits)
+                profile = probed(model, config)
                 measured = MeasuredModel.of(model, profile, config)
                 link.send(Kind.ANSWER, json.dumps(measured.num_blocks).encode())
             else:

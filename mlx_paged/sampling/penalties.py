@@ -34,7 +34,7 @@ MAX_TAIL = 256  # tokens that a `TokenHistory` converts in each step at most
 @dataclass(frozen=True, slots=True)
 class Penalty:
     """One kind of penalty: its strength ``[P, 1]`` float32, and a mask ``[P, W]`` bool of the
-    tokens of each window that it counts."""
+    newest tokens of each row that it counts."""
 
     strength: mx.array
     counted: mx.array
@@ -43,8 +43,8 @@ class Penalty:
 class Penalties:
     """Repetition, presence and frequency penalties of one batch composition.
 
-    A row's window is its last W tokens, the newest last. The windows stay on the device and move
-    by the newest token in each step. The host may not know that token yet.
+    The last W tokens of each row, the newest last, stay on the device and move by one in each step.
+    The host may not know the newest token yet.
 
     Args:
         requests: all requests of the batch.
@@ -66,7 +66,7 @@ class Penalties:
         neutral = 1.0, 0.0, 0.0
         found = map(self._penalty, strengths.T, contexts.T, neutral)
         self._repetition, self._presence, self._frequency = found
-        self._past = mx.zeros((len(rows), 0), mx.int32)  # windows without the newest token
+        self._past = mx.zeros((len(rows), 0), mx.int32)  # the last tokens without the newest one
         self._num_tokens = np.zeros(0, np.int32)  # the lengths that `_past` belongs to
 
     def __call__(
@@ -74,22 +74,22 @@ class Penalties:
     ) -> mx.array:
         """Logits ``[R, vocab]`` after the penalties. `lengths` ``[R]`` counts each request's
         tokens; `newest` ``[R]`` int32 is the last of them."""
-        windows = self._windows(self._subset.take(newest), lengths[self._subset.rows])
-        windows = mx.minimum(windows, logits.shape[-1] - 1)  # prompts may hold ids >= vocab
+        recent = self._recent(self._subset.take(newest), lengths[self._subset.rows])
+        recent = mx.minimum(recent, logits.shape[-1] - 1)  # prompts may hold ids >= vocab
         rows, dtype = self._row_indices, logits.dtype
         logits = mx.array(logits)  # shares the values; assignments do not reach the caller's array
         if (penalty := self._repetition) is not None:
-            tokens, _ = _counted(windows, penalty)
+            tokens, _ = _counted(recent, penalty)
             strength = mx.maximum(clipped(penalty.strength, dtype), 1 / largest(dtype))
             seen = logits[rows, tokens]
             found = mx.where(seen < 0, seen * strength, seen / strength)
             logits[rows, tokens] = bounded(found, seen)
         if (penalty := self._presence) is not None:
-            tokens, _ = _counted(windows, penalty)
+            tokens, _ = _counted(recent, penalty)
             seen = logits[rows, tokens]
             logits[rows, tokens] = bounded(seen - clipped(penalty.strength, dtype), seen)
         if (penalty := self._frequency) is not None:
-            tokens, counted = _counted(windows, penalty)
+            tokens, counted = _counted(recent, penalty)
             strength, seen = clipped(penalty.strength, dtype), logits[rows, tokens]
             logits = logits.at[rows, tokens].subtract(mx.where(counted, strength, 0))
             logits[rows, tokens] = bounded(logits[rows, tokens], seen)
@@ -109,18 +109,18 @@ class Penalties:
             column(np.where(strengths == 0, neutral, strengths).tolist()), mx.array(counted)
         )
 
-    def _windows(self, newest: mx.array, num_tokens: npt.NDArray[np.int32]) -> mx.array:
+    def _recent(self, newest: mx.array, num_tokens: npt.NDArray[np.int32]) -> mx.array:
         """The rows' last tokens ``[P, W]`` int32, `NO_TOKEN` before the first."""
-        # Compared: a step that was dropped or run again must not shift the windows.
+        # Compared: a step that was dropped or run again must not shift the tokens.
         if not np.array_equal(num_tokens, self._num_tokens):
             self._past = self._known_past(num_tokens)
-        windows = mx.concatenate([self._past, newest[:, None]], axis=1)
-        self._past = windows[:, 1:]
+        recent = mx.concatenate([self._past, newest[:, None]], axis=1)
+        self._past = recent[:, 1:]
         self._num_tokens = num_tokens + np.int32(1)
-        return windows
+        return recent
 
     def _known_past(self, num_tokens: npt.NDArray[np.int32]) -> mx.array:
-        """The windows before the newest token ``[P, W - 1]``, from tokens that the host knows."""
+        """The last tokens before the newest one ``[P, W - 1]``, from tokens that the host knows."""
         width = self._width - 1
         past = np.full((len(self._requests), width), NO_TOKEN, np.int32)
         for row, request, length in zip(past, self._requests, num_tokens, strict=True):
@@ -164,11 +164,11 @@ def _contexts(request: Request) -> list[int]:
     return [min(size or longest, longest) for size in sizes]
 
 
-def _counted(windows: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
-    """The windows and a mask of the tokens that the penalty counts. The newest token, which always
+def _counted(recent: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
+    """The last tokens, and a mask of those that the penalty counts. The newest token, which always
     counts, replaces the others."""
-    counted = penalty.counted & (windows > NO_TOKEN)
-    return mx.where(counted, windows, windows[:, -1:]), counted
+    counted = penalty.counted & (recent > NO_TOKEN)
+    return mx.where(counted, recent, recent[:, -1:]), counted
 
 
 class TokenHistory:

@@ -71,13 +71,11 @@ def test_every_plan_of_attention_was_dispatched(
     kind = prewarm.AttentionKind(shape, kv_heads * group, mx.float16, window, False)
     dispatched: list[dict[str, Any]] = []
 
-    def attention(q, k_cache, v_cache, *arrays, **options):
-        call = _ext.metal.plan_attention(q, k_cache[0], v_cache[0], *arrays, **options)
-        dispatched.append(call)
+    def attend(q, kv, is_known, **options):
+        dispatched.append(_ext.metal.plan_attention(q, kv.keys, kv.values, **options))
         return q
 
-    monkeypatch.setattr(ops, "paged_attention", attention)
-    monkeypatch.setattr(ops, "paged_attention_varlen", attention)
+    monkeypatch.setattr(ops, "attend", attend)
     prewarm.prewarm([kind], block_size)
     warmed = set().union(*(pipelines(call) for call in dispatched))
     pool = prewarm.KVPool([shape], 1, block_size)
@@ -120,7 +118,7 @@ def test_every_plan_of_attention_was_dispatched(
 
 
 def test_heads_without_a_kernel_have_nothing_to_dispatch(gpu, monkeypatch):
-    monkeypatch.delattr(ops, "paged_attention")
+    monkeypatch.delattr(ops, "attend")
     shape = KVShape(1, 65, 65, mx.float16)
     kind = prewarm.AttentionKind(shape, 1, mx.float16, None, False)
     assert prewarm.prewarm([kind], 16) is not None

@@ -160,12 +160,12 @@ def test_a_pool_on_a_gpu_takes_stored_rows(kv_bits, dim, monkeypatch):
     gpu = RefusingGPU(monkeypatch)
     shape = KVShape(HEADS, dim, dim, mx.float16).quantized("test", kv_bits)
     pool = KVPool([shape], NUM_BLOCKS, BLOCK_SIZE)
-    sizes = [(6, HEADS, array.shape[3]) for array in pool.targets(0)[2:]]
+    sizes = [(6, HEADS, array.shape[3]) for array in pool.targets(0).arrays[2:]]
     rows = stored_rows(kv_bits, (dim, dim))
     rows += [mx.random.normal(size).astype(mx.float16) for size in sizes]
     pool.write_stored(0, rows, mx.array(SLOTS, mx.int32))
     assert "write_kv_uchar" in gpu.runner.trace.kernels
-    for array, mine in zip(pool.targets(0), rows, strict=True):
+    for array, mine in zip(pool.targets(0).arrays, rows, strict=True):
         found = array.reshape(HEADS, -1, array.shape[3])
         for row, slot in enumerate(SLOTS):
             if 0 <= slot < NUM_BLOCKS * BLOCK_SIZE:

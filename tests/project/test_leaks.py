@@ -18,9 +18,9 @@ CORE = {
     "ranks": 10,
     "beams": 5,
     "profiling": 1,
-    "kv_bits": 8,
+    "kv_bits": 4,
     "states": 4,
-    "windows": 11,
+    "windows": 8,
     "cascade": 6,
     "compiled": 9,
 }

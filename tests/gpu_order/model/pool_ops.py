@@ -103,7 +103,7 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
             return _read(pools, tables, lens, lengths, window)
 
         behind = (cu_seqlens is not None) + (options.get("shared_prefixes") is not None)
-        scales = (-2 - behind, -1 - behind) if len(kv) > 2 else ()
+        scales = (-2 - behind, -1 - behind) if kv.is_quantized else ()
         record("PagedAttention", out, pools, blocks, scales)
         return out
 

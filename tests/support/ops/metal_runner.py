@@ -105,9 +105,8 @@ class MetalRunner:
         self, q, kv, tables, lens, is_known, cu_seqlens=None, num_decodes=0, **options: Any
     ) -> Any:
         """As ``mlx_paged.ops.attend``."""
-        k, v, *scales = kv
-        options |= {name: [array] for name, array in zip(SCALES, scales, strict=False)}
-        arrays = q, [k], [v], tables, lens
+        options |= {name: [array] for name, array in kv.options.items()}
+        arrays = q, [kv.keys], [kv.values], tables, lens
         if cu_seqlens is None:
             return self.paged_attention(*arrays, **options)
         return self.paged_attention_varlen(*arrays, cu_seqlens, num_decodes=num_decodes, **options)
