@@ -102,11 +102,19 @@ class MetalRunner:
         monkeypatch.setattr(ops, "append_kv", lambda *_: None)  # a write and a gather are two calls
 
     def attend(
-        self, q, kv, tables, lens, is_known, cu_seqlens=None, num_decodes=0, **options: Any
+        self,
+        q,
+        kv,
+        block_tables,
+        context_lens,
+        is_known,
+        cu_seqlens=None,
+        num_decodes=0,
+        **options: Any,
     ) -> Any:
         """As ``mlx_paged.ops.attend``."""
         options |= {name: [array] for name, array in kv.options.items()}
-        arrays = q, [kv.keys], [kv.values], tables, lens
+        arrays = q, [kv.keys], [kv.values], block_tables, context_lens
         if cu_seqlens is None:
             return self.paged_attention(*arrays, **options)
         return self.paged_attention_varlen(*arrays, cu_seqlens, num_decodes=num_decodes, **options)
