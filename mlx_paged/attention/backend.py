@@ -72,8 +72,8 @@ def way_of(
     if q.dtype == shape.dtype:
         limit = max_paged_queries_of(shape, few_queries)
     if limit and few_queries == FEW_QUERIES:
-        if not takes(1):
-            limit = 0
+        if not (ops.attends(q, *caches, False) and takes(1)):
+            limit = 0  # plain MLX gathers K/V once, in their own type, for MLX's attention
         elif limit > FEW_QUERIES and not takes(None):
             limit = FEW_QUERIES
     if not limit or (columns is not None and columns > limit):

@@ -194,7 +194,7 @@ class Engine(EngineCore):
             vocab_size=traits.logit_columns,
             embedding_rows=traits.embedding_rows,
             seed=config.seed,
-            lookahead=config.lookahead,
+            lookahead=config.lookahead and parts.models.pooled.pool.in_place,
             # Without mixed steps, several tokens of a request at once would need a forward each.
             fast_forward=traits.batching is Batching.MIXED,
             instruments=parts.instruments,

@@ -13,6 +13,7 @@ from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.ops.fallback import with_blocks
 from mlx_paged.ops.formats import format_of
 
 ROW_LENGTH = 1024  # elements at most of the rows in which blocks are written
@@ -26,7 +27,9 @@ def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
     for handles, layer in pool.arrays_of(group):
         parts.append(ops.take_from_pool(_rows(handles[layer]), indices).view(mx.uint8))
     staged = mx.concatenate(parts, axis=1)
-    mx.async_eval(staged)  # type: ignore[no-untyped-call]
+    # What is under way would hold the arrays that plain MLX writes to.
+    begin = mx.async_eval if pool.in_place else mx.eval
+    begin(staged)
     return staged
 
 
@@ -55,14 +58,17 @@ def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> Non
     data = mx.array(data) if isinstance(data, np.ndarray) else data  # of MLX's own, no copy
     staged, start = data.reshape(len(blocks), -1), 0
     for handles, layer in pool.arrays_of(group):
-        written = _written(handles[layer], blocks, staged, start)
-        if start == 0:  # the device begins while the other writes are laid out
-            mx.async_eval(written)  # type: ignore[no-untyped-call]
-        start += written[:, 0].nbytes
+        if pool.in_place:
+            written = _written(handles[layer], blocks, staged, start)
+        else:
+            written = _plainly_written(handles[layer], blocks, staged, start)
         if handles is pool.k:
             pool.set_keys(layer, written)
         else:
             handles[layer] = written
+        if start == 0:  # the device begins while the other writes are laid out
+            mx.async_eval(written)  # type: ignore[no-untyped-call]
+        start += written[:, 0].nbytes
     mx.async_eval(pool.handles())  # type: ignore[no-untyped-call]
 
 
@@ -95,7 +101,7 @@ def _written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) 
     The compiled op for rows of K/V writes them in place: the first half of a row as its keys, the
     second half as its values. Without a compiled op the handle is of a new array.
     """
-    heads, num_blocks, size, dim = cache.shape
+    num_blocks = cache.shape[1]
     stop = start + cache[:, 0].nbytes
     is_even = (stop - start) % 2 == 0
     dtype = mx.float16 if format_of(cache).has_scales and is_even else cache.dtype
@@ -112,6 +118,14 @@ def _written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) 
         written = ops.write_kv(k, v, k_cells, v_cells, slots)
         handle: mx.array = mx.depends([cache], list(written))[0]
         return handle
-    changed, chosen = mx.array(_rows(cache)), np.flatnonzero(blocks >= 0)
-    changed[as_int32(blocks[chosen])] = data[mx.array(chosen)].view(cache.dtype)
-    return changed.reshape(num_blocks, heads, size, dim).transpose(1, 0, 2, 3)
+    return _plainly_written(cache, blocks, staged, start)
+
+
+def _plainly_written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) -> mx.array:
+    """As :func:`_written`, by a scatter; MLX takes the memory of `cache` if nothing else has it."""
+    heads, _, size, dim = cache.shape
+    chosen = np.flatnonzero(blocks >= 0)
+    stop = start + cache[:, 0].nbytes
+    content = staged[:, start:stop].view(cache.dtype)[mx.array(chosen)]
+    content = content.reshape(len(chosen), heads, size, dim)
+    return with_blocks(cache, as_int32(blocks[chosen]), content)

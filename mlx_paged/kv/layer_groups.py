@@ -97,19 +97,21 @@ def plan_pool(
     shapes: Sequence[KVShape | None],  # what each layer stores; None: nothing
     windows: Sequence[int | None],  # the window of each layer; None: a query sees all tokens
     block_size: int,
+    shares: bool = True,
 ) -> PoolPlan:
     """Put layers of the same window into a group. All groups share one budget.
 
     Layers of different groups share arrays, as in vLLM's hybrid KV cache manager. The number of
     arrays divides the number of layers of each group, so there is no padding. A layer whose tokens
     take n times the bytes of the smallest layer's has blocks of ``block_size / n`` tokens. If the
-    bytes of the layers do not allow this, there is one group, and it has the widest window.
+    bytes of the layers do not allow this, or if not `shares`, there is one group, and it has the
+    widest window.
     """
     used = [layer for layer, shape in enumerate(shapes) if shape is not None]
     by_window: dict[int | None, list[int]] = {}
     for layer in used:
         by_window.setdefault(windows[layer], []).append(layer)
-    pieces = _pieces(shapes, list(by_window.values()), block_size)
+    pieces = _pieces(shapes, list(by_window.values()), block_size) if shares else None
     if pieces is None:
         widest = None if None in by_window else max((w for w in by_window if w), default=None)
         num_arrays = max(1, len(used))

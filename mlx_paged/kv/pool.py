@@ -13,7 +13,8 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import dequantized
+from mlx_paged.ops.fallback import in_blocks, origins, row_indices, scattered, with_blocks
+from mlx_paged.ops.formats import dequantized, quantized
 from mlx_paged.ops.layer_kv import LayerKV
 
 SMALL_ARRAY = 1 << 20
@@ -30,6 +31,10 @@ def planned_block_bytes(arrays: Sequence[ArrayPlan]) -> int:
 class KVPool:
     """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``, and the
     scales of quantized ones.
+
+    Where plain MLX writes, a write is a scatter, for which MLX takes the memory of the old array if
+    nothing else holds it: no handle is kept, none may be under way when the next one is written,
+    and rows without a slot go to one more block, `num_blocks`, which no table names.
 
     In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: one head's part of a
     block is contiguous. On a CPU arrays are page-aligned, and Linux is asked for huge pages, whole
@@ -64,10 +69,22 @@ class KVPool:
         self.scales: dict[str, list[mx.array]] = {name: [] for name in names}
         # The handles of all layers: keys, values and, if quantized, scales, as the ops read them.
         self.stored = [self.k, self.v, *self.scales.values()]
+        # Whether the device writes in place: if not, plain MLX does.
+        self.in_place = are_written_in_place(self.shapes, block_size)
+        self._spare = 0 if self.in_place else 1
+        # Whether it copies blocks in place, too: handles are kept then.
+        self._keeps = self.in_place and all(map(_is_copied_in_place, dict.fromkeys(self.shapes)))
+        self._make()
+        self._first = self._kept()
+        self._indices: tuple[mx.array | None, dict[tuple[int, int], mx.array]] = None, {}
+        self._limits = limits  # the last attribute
+
+    def _make(self) -> None:
+        """Make the arrays, of zeros."""
         owners: dict[int, int] = {}  # the first pair of arrays with each memory
         for i, array in enumerate(self._arrays):
             owner = owners.setdefault(array.memory, i)
-            shape, shared = array.shape, None if owner == i else owner
+            shape, shared = array.shape, None if owner == i or not self.in_place else owner
             k, v = shape.formats
             self.k.append(self._array(array, k.columns(shape.head_dim), k.dtype, self.k, shared))
             if shape.latent:
@@ -80,8 +97,10 @@ class KVPool:
             ):
                 scales.append(self._array(array, form.scale_columns(dims), mx.float16))
         mx.eval(self.stored)
-        self._first = [list(handles) for handles in self.stored]
-        self._limits = limits  # the last attribute
+
+    def _kept(self) -> list[list[mx.array]]:
+        """The handles to which :meth:`reset_handles` returns; none where MLX takes their memory."""
+        return [list(handles) for handles in self.stored] if self._keeps else []
 
     def _array(
         self,
@@ -92,7 +111,8 @@ class KVPool:
         shared: int | None = None,
     ) -> mx.array:
         """An array of zeros, or a view of array `shared` of those known."""
-        shape = (self.num_blocks, array.shape.n_kv_heads, array.block_size, columns)
+        num_blocks = self.num_blocks + self._spare
+        shape = (num_blocks, array.shape.n_kv_heads, array.block_size, columns)
         if shared is None:
             zeros = ops.pool_zeros(shape, dtype, capacity=self.capacity)
             return zeros.transpose(1, 0, 2, 3)
@@ -123,15 +143,22 @@ class KVPool:
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
         """Write K rows and V rows to their slots ``[T]``, in place; :func:`mlx_paged.ops.write_kv`
         has the shapes. In latent layers these are the latents and the rotary keys."""
-        kv = self.targets(layer)
         if self.shapes[layer].rotates:
             k, v = ops.hadamard(k), ops.hadamard(v)
+        if not self.in_place:
+            return self._scatter(layer, self._as_stored(layer, k, v), slot_mapping)
+        kv = self.targets(layer)
         written = ops.write_kv(k, v, kv.keys, kv.values, slot_mapping, **kv.options)
         in_place = partial(ops.writes_in_place, k, kv.keys, kv.values, slot_mapping)
         self._replace(layer, written, in_place)
 
     def write_stored(self, layer: int, rows: Sequence[mx.array], slot_mapping: mx.array) -> None:
         """As `write`, with rows of all arrays of :meth:`targets`, which are not rounded again."""
+        if not self.in_place:
+            stored = rows
+            if self.shapes[layer].latent:
+                stored = [mx.concatenate(list(rows), axis=-1)]
+            return self._scatter(layer, stored, slot_mapping)
         k, v, *scales = self.targets(layer).arrays
         written = ops.write_kv(rows[0], rows[1], k, v, slot_mapping)
         more = _pair(ops.write_kv, *rows[2:], *scales, slot_mapping)
@@ -139,8 +166,38 @@ class KVPool:
             layer, written + more, lambda: ops.writes_in_place(rows[0], k, v, slot_mapping)
         )
 
+    def _as_stored(self, layer: int, k: mx.array, v: mx.array) -> list[mx.array]:
+        """Rows of K and V as the layer's arrays hold them: one array of latents, or K, V and the
+        scales of both."""
+        if self.shapes[layer].latent:
+            return [mx.concatenate([k, v], axis=-1)]
+        if not self.scales:
+            return [k, v]
+        pairs = zip((k, v), self.shapes[layer].formats, strict=True)
+        (k, of_k), (v, of_v) = (quantized(rows, form) for rows, form in pairs)
+        return [k, v, of_k, of_v]
+
+    def _scatter(self, layer: int, rows: Sequence[mx.array], slot_mapping: mx.array) -> None:
+        """Write rows of the layer's arrays by plain MLX."""
+        heads, block_size = self.shapes[layer].n_kv_heads, self._arrays[layer].block_size
+        if self._indices[0] is not slot_mapping:
+            self._indices = slot_mapping, {}
+        known = self._indices[1]
+        indices = known.get((heads, block_size))
+        if indices is None:
+            indices = row_indices(slot_mapping, heads, self.num_blocks, block_size)
+            known[heads, block_size] = indices
+        for handles, of_array in zip(self.stored, rows, strict=False):
+            written = scattered(handles[layer], of_array, indices)
+            if handles is self.k:
+                self.set_keys(layer, written)
+            else:
+                handles[layer] = written
+
     def writes_in_place(self, layer: int, k: mx.array, slot_mapping: mx.array) -> bool:
         """Whether the device writes rows like `k` in place."""
+        if not self.in_place:
+            return False
         caches = self.k[layer], self.v[layer]
         return ops.writes_in_place(k, *caches, slot_mapping, bool(self.scales))
 
@@ -198,12 +255,31 @@ class KVPool:
                 pairs = [(copy.src, copy.dst) for copy in copies if copy.group in groups]
                 # Not a result of an op: a GPU's launch depends on the values.
                 uploaded[groups] = mx.array(np.array(pairs, np.int32).reshape(-1, 2))
-            if uploaded[groups].size:
+            if uploaded[groups].size and not self._keeps:
+                self._copy_plainly(layer, uploaded[groups])
+            elif uploaded[groups].size:
                 k, v, *scales = self.targets(layer).arrays
                 copied = ops.copy_blocks(k, v, uploaded[groups])
                 more = _pair(ops.copy_blocks, *scales, uploaded[groups])
                 in_place = partial(ops.copies_in_place, k, v, uploaded[groups])
                 self._replace(layer, copied + more, in_place)
+
+    def _copy_plainly(self, layer: int, pairs: mx.array) -> None:
+        """Copy blocks by plain MLX: first out of the arrays, and then into them."""
+        sources, destinations = origins(pairs)
+        of_layer = [
+            handles
+            for handles in self.stored
+            if not (handles is self.v and self.shapes[layer].latent)
+        ]
+        found = [mx.take(in_blocks(handles[layer]), sources, axis=0) for handles in of_layer]
+        mx.eval(found)
+        for handles, content in zip(of_layer, found, strict=True):
+            written = with_blocks(handles[layer], destinations, content)
+            if handles is self.k:
+                self.set_keys(layer, written)
+            else:
+                handles[layer] = written
 
     def read(
         self,
@@ -241,6 +317,8 @@ class KVPool:
 
         def longer(blocks: mx.array) -> mx.array:
             mx.async_eval(blocks)  # type: ignore[no-untyped-call]
+            if self._spare:
+                return self._with_room(blocks[: self.num_blocks], num_blocks)
             grown = ops.grown_in_place(blocks, num_blocks)
             return self._with_room(blocks, num_blocks) if grown is None else grown
 
@@ -273,11 +351,12 @@ class KVPool:
                     handles[layer] = array
             _evaluate(self.v[layer])
         self.num_blocks = num_blocks
-        self._first = [list(handles) for handles in self.stored]
+        self._first = self._kept()
+        self._indices = None, {}
 
     def _with_room(self, blocks: mx.array, num_blocks: int) -> mx.array:
         """A copy of the blocks, with zeros after them up to `num_blocks`."""
-        shape = num_blocks, *blocks.shape[1:]
+        shape = num_blocks + self._spare, *blocks.shape[1:]
         longer = ops.pool_zeros(shape, blocks.dtype, capacity=self.capacity)
         longer[: blocks.shape[0]] = blocks
         return longer
@@ -294,7 +373,14 @@ class KVPool:
         ]
 
     def reset_handles(self) -> None:
-        """Discard writes that were never evaluated. The content of their slots is then unknown."""
+        """Discard writes that were never evaluated. The content of their slots is then unknown.
+        Where plain MLX changes the arrays, all are made again."""
+        if not self._keeps:
+            for handles in self.stored:
+                handles.clear()
+            self._indices = None, {}
+            self._make()
+            return
         for handles, first in zip(self.stored, self._first, strict=True):
             handles[:] = first
 
@@ -313,6 +399,32 @@ def _evaluate(*arrays: mx.array) -> None:
     """Evaluate arrays: wait for large ones, and queue small ones, which is faster."""
     evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
     evaluate(*arrays)
+
+
+def are_written_in_place(shapes: Iterable[KVShape | None], block_size: int) -> bool:
+    """Whether the default device writes the rows of all these layers by a kernel. It asks the GPU's
+    compiler."""
+    stored = [shape for shape in dict.fromkeys(shapes) if shape is not None]
+    return all([_is_written_in_place(shape, block_size) for shape in stored])
+
+
+def _is_written_in_place(shape: KVShape, size: int) -> bool:
+    k = mx.zeros((1, shape.n_kv_heads, shape.row_dims[0]), shape.dtype)
+    slots, scaled = mx.zeros((1,), mx.int32), shape.kv_bits is not None
+    return ops.writes_in_place(k, *_targets_of(shape, size), slots, scaled)
+
+
+def _is_copied_in_place(shape: KVShape) -> bool:
+    return ops.copies_in_place(*_targets_of(shape, 1), mx.zeros((1, 2), mx.int32))
+
+
+def _targets_of(shape: KVShape, size: int) -> tuple[mx.array, mx.array]:
+    """Keys and values of one block as :meth:`KVPool.targets` returns them; nobody computes them."""
+    k, v = (
+        mx.zeros((shape.n_kv_heads, 1, size, form.columns(dims)), form.dtype)
+        for form, dims in zip(shape.formats, shape.row_dims, strict=True)
+    )
+    return k, v
 
 
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:

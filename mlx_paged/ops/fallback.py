@@ -141,6 +141,52 @@ def write_kv(
     return written(k_cache, k), written(v_cache, v)
 
 
+def row_indices(slots: mx.array, heads: int, num_blocks: int, block_size: int) -> mx.array:
+    """Where the rows of each head are, ``[T, H_kv]``, in the rows of an array ``[num_blocks + 1,
+    H_kv, S, D]``. Rows whose slot is outside ``[0, num_blocks * S)`` go to the last block. Nothing
+    is read."""
+    last = num_blocks * block_size
+    slots = mx.where((slots >= 0) & (slots < last), slots, last)[:, None]
+    block, offset = slots // block_size, slots % block_size
+    return (block * heads + mx.arange(heads, dtype=mx.int32)) * block_size + offset
+
+
+def scattered(cache: mx.array, rows: mx.array, indices: mx.array) -> mx.array:
+    """A cache ``[H_kv, N, S, D]`` with `rows`, as ``write_kv`` takes them, at these indices. In
+    memory the order is ``[N, H_kv, S, D]``, and MLX takes the memory if nothing else holds it."""
+    if rows.dtype != cache.dtype:
+        raise ValueError(
+            f"[write_kv] rows have dtype {rows.dtype}: expected {cache.dtype}, as the cache"
+        )
+    rows = rows if rows.ndim == 3 else rows.swapaxes(1, 2).flatten(0, 1)
+    blocks = in_blocks(cache)
+    shape, flat = blocks.shape, blocks.reshape(-1, cache.shape[-1])
+    del blocks
+    flat[indices] = rows
+    return flat.reshape(shape).transpose(1, 0, 2, 3)
+
+
+def with_blocks(cache: mx.array, indices: mx.array, content: mx.array) -> mx.array:
+    """A cache ``[H_kv, N, S, D]`` with the content ``[n, H_kv, S, D]`` in these blocks."""
+    blocks = in_blocks(cache)
+    blocks[indices] = content
+    return blocks.transpose(1, 0, 2, 3)
+
+
+def in_blocks(cache: mx.array) -> mx.array:
+    """A view of a cache, ``[N, H_kv, S, D]``."""
+    return cache.transpose(1, 0, 2, 3)
+
+
+def origins(block_pairs: mx.array) -> tuple[mx.array, mx.array]:
+    """Sources and destinations of copies that are performed all at once; waits for `block_pairs`,
+    whose blocks exist."""
+    origin: dict[int, int] = {}
+    for source, destination in as_numpy(block_pairs).tolist():
+        origin[destination] = origin.get(source, source)
+    return mx.array(list(origin.values()), mx.int32), mx.array(list(origin), mx.int32)
+
+
 def copy_blocks(
     k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array
 ) -> tuple[mx.array, mx.array]:

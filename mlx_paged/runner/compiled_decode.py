@@ -89,7 +89,8 @@ class _NotBuiltError(Exception):
 
 
 class _GathersError(Exception):
-    """A layer of the graph gathers its K/V, which would have the length of the bucket's table."""
+    """A layer of the graph gathers its K/V, which would have the length of the bucket's table. Plain
+    MLX, which gathers in every layer, traces it all the same."""
 
 
 class CompiledDecode:
@@ -276,7 +277,9 @@ class CompiledDecode:
 
     def _no_graph(self) -> str | None:
         """Why a graph was not traced; None: all were."""
-        if self._gathered:  # a model's layers, or the GPU's compiler refuses a kernel
+        if (
+            self._gathered and self._pool.in_place
+        ):  # a model's layers, or the GPU's compiler refuses a kernel
             return "gathered K/V has a length"
         is_traced = self.traces.count == len(self._functions) and self._has_graphs
         return None if is_traced else "MLX cannot trace a step"
@@ -365,7 +368,7 @@ class CompiledDecode:
         self._model.update(state, strict=False)
         try:
             found = self._plain(arrays), self._pool.handles(), self._states.loaded
-            if is_trace and self._gathered:
+            if is_trace and self._gathered and self._pool.in_place:
                 raise _GathersError
         finally:
             self._pool.replace_handles(own_handles)

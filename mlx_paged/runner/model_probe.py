@@ -110,9 +110,9 @@ class ModelProfile:
         kinds = (replace(k, shape=k.shape.quantized("Engine", kv_bits)) for k in self.attentions)
         return replace(self, shapes=shapes, attentions=tuple(kinds))
 
-    def pool_plan(self, block_size: int) -> PoolPlan:
-        """How its layers share a pool."""
-        return plan_pool(self.shapes, self.windows, block_size)
+    def pool_plan(self, block_size: int, shares: bool = True) -> PoolPlan:
+        """How its layers share a pool; `shares`: whether also arrays, if their windows differ."""
+        return plan_pool(self.shapes, self.windows, block_size, shares)
 
     @property
     def read_bytes(self) -> list[tuple[int | None, int]]:

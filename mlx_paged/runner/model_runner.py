@@ -191,16 +191,21 @@ class ModelRunner:
         lengths: list[Int32Array] = []
         first: list[mx.array] | None = None
         scores: Scores | None = None
-        for batch in self._batches(step, coming):
+        batches = self._batches(step, coming)
+        for batch in batches:
             launched.report.shared_keys += batch.shared_keys
             rows, scores, early = self._forward_and_first(batch, launched)
             first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
-            if self.begins_each or batch.scored:
+            waits = not self.pool.in_place and batch is not batches[-1]
+            if self.begins_each or batch.scored or waits:
                 states = self.states.left_by(batch.spans)
                 read = [own] * bool(batch.sampled) + [rows] * bool(batch.scored)
                 part = Part([*self.pool.handles(), *states, *read], batch.scored, rows)
                 self._compute(launched, part)
+                if waits:  # what is under way holds the arrays that the next forward writes to
+                    mx.eval(part.arrays)
+                del part
             if batch.sampled:
                 launched.requests += batch.sampled
                 logits.append(own)
@@ -285,6 +290,7 @@ class ModelRunner:
             mx.eval(launched.pending)
             if launched.end is not None:
                 launched.end()
+            launched.pending = []
         except Exception as error:
             raise_noted(error)
         if self.error is not None:  # meanwhile another call was told of an error of the device

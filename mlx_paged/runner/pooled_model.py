@@ -25,7 +25,7 @@ from mlx_paged.kv.memory import (
     num_blocks_for,
     promise,
 )
-from mlx_paged.kv.pool import KVPool, planned_block_bytes
+from mlx_paged.kv.pool import KVPool, are_written_in_place, planned_block_bytes
 from mlx_paged.options import PoolConfig
 from mlx_paged.request import Request
 from mlx_paged.runner.layer_states import StateMemory
@@ -79,7 +79,10 @@ class MeasuredModel:
             ValueError: there is no room for one block, or the device cannot hold `kv_memory`.
         """
         block_size = config.block_size
-        plan = profile.pool_plan(block_size)
+        # Plain MLX would copy an array at each layer but the first one that writes it in a step.
+        plan = profile.pool_plan(
+            block_size, shares=are_written_in_place(profile.shapes, block_size)
+        )
         states = profile.states.planned(config)
         if config.num_blocks is not None:
             num_blocks = config.num_blocks * plan.width

@@ -103,18 +103,18 @@ class TestPool:
         want = np.zeros((1, 6, 4, RANK + ROPE), np.float32)
         for row, (block, offset) in enumerate([(2, 1), (0, 2), (5, 3)]):
             want[0, block, offset] = np.concatenate([latents[row, 0], rotary_keys[row, 0]])
-        np.testing.assert_array_equal(as_numpy(pool.k[1]), want)
-        np.testing.assert_array_equal(as_numpy(pool.v[1]), want[..., :RANK])
+        np.testing.assert_array_equal(as_numpy(pool.k[1][:, :6]), want)
+        np.testing.assert_array_equal(as_numpy(pool.v[1][:, :6]), want[..., :RANK])
         assert not mx.any(pool.k[0])
 
     def test_copied_blocks_bring_both(self, kernel):
         pool = latent_pool()
         pool.write(0, *random_rows(24), as_int32(range(24)))
-        before = as_numpy(pool.k[0])
+        before = as_numpy(pool.k[0][:, :6])
         pool.copy_blocks([BlockCopy(1, 4), BlockCopy(4, 0)])
         want = before[:, [1, 1, 2, 3, 1, 5]]
-        np.testing.assert_array_equal(as_numpy(pool.k[0]), want)
-        np.testing.assert_array_equal(as_numpy(pool.v[0]), want[..., :RANK])
+        np.testing.assert_array_equal(as_numpy(pool.k[0][:, :6]), want)
+        np.testing.assert_array_equal(as_numpy(pool.v[0][:, :6]), want[..., :RANK])
 
     def test_writes_copy_nothing(self):
         shape = KVShape(1, 576, 512, mx.float32, latent=True)

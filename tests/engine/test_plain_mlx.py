@@ -1,0 +1,171 @@
+"""Plain MLX in place of the kernels copies nothing of the pool, and gives mlx-lm's tokens."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import Engine, ops
+from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.shapes import KVShape
+from mlx_paged.ops import dispatch
+from mlx_paged.ops.host import as_numpy
+from mlx_paged.runner import layer_cache
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.ops.numpy_quantization import quantized_mlx_lm
+
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 37, 61)]
+SIZES = 64, 4096
+NUM_TOKENS = 8
+LARGE = 1 << 20
+"""Bytes of each array of the larger pool, at least. Half of that is more than the peaks of two runs
+of a step differ, which depend on when MLX's threads free arrays."""
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No kernel of this package runs in an engine; MLX's CPU backend computes."""
+    monkeypatch.setattr(dispatch, "kernel_on", lambda *_: "reference")
+    monkeypatch.setattr(layer_cache, "max_paged_queries", lambda: 0)
+    monkeypatch.setattr(ops, "pool_zeros", lambda shape, dtype, **_: mx.zeros(shape, dtype))
+    mx.clear_cache()
+    yield
+    mx.clear_cache()
+
+
+def run(engine: Engine, forks: bool = False) -> tuple[dict[int, list[int]], list[int]]:
+    """The tokens of each request, and for each step the most bytes that it took beside what was
+    there."""
+    ids = [engine.add_request(prompt, max_tokens=NUM_TOKENS) for prompt in PROMPTS]
+    tokens: dict[int, list[int]] = {each: [] for each in ids}
+    peaks = []
+    while engine.has_work:
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).append(output.token)
+        peaks.append(mx.get_peak_memory() - before)
+        if forks and len(tokens[ids[0]]) >= 2:
+            engine.fork(ids[0], max_tokens=3)
+            forks = False
+    assert engine.stats.faults == 0
+    return {each: tokens[each] for each in ids}, peaks
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3_text", "deepseek_v3", "jamba", "gpt_oss", "gemma2"]
+)
+def test_a_step_takes_as_much_beside_a_large_pool_as_beside_a_small_one(name, compiled):
+    model, found = tiny_model(name), []
+    for num_blocks in SIZES:
+        engine = Engine(model, num_blocks=num_blocks, prefill_chunk=24, compile=compiled)
+        pool = engine._models.pooled.pool
+        assert not pool.in_place and not engine.lookahead
+        tokens, peaks = run(engine)
+        found.append(peaks)
+        assert [*tokens.values()] == [solo_greedy(model, p, NUM_TOKENS) for p in PROMPTS]
+    assert min(handle.nbytes for handle in pool.k) >= LARGE
+    assert max(found[1]) < max(found[0]) + LARGE // 2
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_quantized_rows_are_written_without_copies(kv_bits):
+    model, found = tiny_model("llama", head_dim=32), []
+    for num_blocks in SIZES:
+        engine = Engine(model, num_blocks=num_blocks, kv_bits=kv_bits)
+        tokens, peaks = run(engine)
+        found.append(peaks)
+    with quantized_mlx_lm(kv_bits):
+        assert [*tokens.values()] == [solo_greedy(model, p, NUM_TOKENS) for p in PROMPTS]
+    assert min(handle.nbytes for handle in engine._models.pooled.pool.k) >= LARGE
+    assert max(found[1]) < max(found[0]) + LARGE // 2
+
+
+def test_a_fork_copies_a_block_and_no_pool():
+    model, found = tiny_model("llama"), []
+    for num_blocks in SIZES:
+        engine = Engine(model, num_blocks=num_blocks, block_size=8)
+        tokens, peaks = run(engine, forks=True)
+        assert engine.stats.cow_clones > 0
+        assert [*tokens.values()] == [solo_greedy(model, p, NUM_TOKENS) for p in PROMPTS]
+        found.append(max(peaks))
+    assert found[1] < found[0] + LARGE // 2
+
+
+def test_mlx_traces_decodes_of_plain_mlx():
+    engine = Engine(tiny_model("llama"), num_blocks=64, compile=True)
+    runner = engine._models.runner
+    assert runner.why_plain is None and runner.compiled is not None
+    traced = runner.compiled.traces.count
+    run(engine)
+    assert runner.compiled.traces.count >= traced > 0
+
+
+def filled(num_blocks: int = 6) -> tuple[KVPool, np.ndarray]:
+    """A pool of one layer, and what its keys are: ``[2, num_blocks, 4, 8]``."""
+    pool = KVPool([KVShape(2, 8, 8, mx.float32)], num_blocks, 4)
+    rows = np.random.default_rng(0).normal(size=(num_blocks * 4, 2, 8)).astype(np.float32)
+    pool.write(0, mx.array(rows), mx.array(rows), as_int32(range(num_blocks * 4)))
+    return pool, rows.reshape(num_blocks, 4, 2, 8).transpose(2, 0, 1, 3)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_without_a_slot_change_no_block(lazy):
+    pool, want = filled()
+    slots = mx.array([-1, 5, 24, 2**31 - 1, -(2**31), 23], mx.int32)
+    rows = mx.arange(6 * 16, dtype=mx.float32).reshape(6, 2, 8)
+    pool.write(0, rows, rows, slots + mx.zeros_like(slots) if lazy else slots)
+    want[:, 1, 1], want[:, 5, 3] = as_numpy(rows)[1], as_numpy(rows)[5]
+    np.testing.assert_array_equal(as_numpy(pool.k[0])[:, :6], want)
+    np.testing.assert_array_equal(as_numpy(pool.v[0])[:, :6], want)
+
+
+def test_the_host_reads_no_slots(monkeypatch):
+    pool, _ = filled()
+
+    def read(*_):
+        raise AssertionError("the host reads an array")
+
+    monkeypatch.setattr("mlx_paged.ops.fallback.as_numpy", read)
+    rows = mx.ones((2, 2, 8))
+    pool.write(0, rows, rows, mx.array([3, -1], mx.int32))
+
+
+def test_pools_grow_move_and_begin_again():
+    pool, want = filled()
+    pool.copy_blocks([BlockCopy(1, 4), BlockCopy(4, 0)])
+    want = want[:, [1, 1, 2, 3, 1, 5]]
+    np.testing.assert_array_equal(as_numpy(pool.k[0])[:, :6], want)
+    pool.write(0, mx.ones((1, 2, 8)), mx.ones((1, 2, 8)), mx.array([-1], mx.int32))
+    pool.grow(9)
+    grown = np.concatenate([want, np.zeros((2, 3, 4, 8), np.float32)], axis=1)
+    np.testing.assert_array_equal(as_numpy(pool.k[0])[:, :9], grown)
+    pool.keep(np.array([5, 2], np.int32), 3)
+    assert pool.num_blocks == 3
+    np.testing.assert_array_equal(as_numpy(pool.v[0])[:, :2], want[:, [5, 2]])
+    pool.reset_handles()
+    assert all(not mx.any(handle) for handle in pool.handles())
+
+
+def test_after_a_failure_an_engine_goes_on(monkeypatch):
+    model = tiny_model("llama")
+    engine = Engine(model, num_blocks=64)
+    runner, begin, failed = engine._models.runner, mx.eval, []
+
+    def fail_once(*arrays):
+        if not failed and engine.stats.steps == 2:
+            failed.append(True)
+            raise RuntimeError("planted")
+        return begin(*arrays)
+
+    fake = SimpleNamespace(**{name: getattr(mx, name) for name in dir(mx)} | {"eval": fail_once})
+    monkeypatch.setattr("mlx_paged.runner.model_runner.mx", fake)
+    done = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+    assert failed and engine.stats.faults == 1 and runner.error is None
+    assert [each.tokens for each in done] == [solo_greedy(model, p, NUM_TOKENS) for p in PROMPTS]
