@@ -89,8 +89,8 @@ class _NotBuiltError(Exception):
 
 
 class _GathersError(Exception):
-    """A layer of the graph gathers its K/V, which would have the length of the bucket's table. Plain
-    MLX, which gathers in every layer, traces it all the same."""
+    """A layer of the graph gathers its K/V, which would have the length of the bucket's table. A
+    graph of plain MLX, which has no other way, may."""
 
 
 class CompiledDecode:
@@ -146,7 +146,7 @@ class CompiledDecode:
         self._stream = mx.default_stream(mx.default_device())
         self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
         self._is_built = False  # the step that is traced now
-        self._takes_drafts = buckets.takes_ragged and max_paged_queries() > 0
+        self._takes_drafts = buckets.takes_ragged and pool.in_place and max_paged_queries() > 0
         self._gathered = False  # whether a layer of the last forward did
         self._unshared: dict[int, mx.array] = {}  # by rows: shared prefixes of no sequence
         self._uses = Counter[Hashable]()  # steps of a size
