@@ -26,6 +26,7 @@ from bench.models import named_model, random_prompts
 from bench.pairs import in_turns, ratio
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.memory import default_kv_memory
 
 OWN_TOKENS = 40, 200  # of an agent's prompt: at least and fewer than
 
@@ -121,10 +122,10 @@ def measure_served(args: argparse.Namespace) -> list[dict[str, Any]]:
             engine.step()
 
     rows = []
-    widest = max(args.agents, args.samples)
+    widest, pool = max(args.agents, args.samples), default_kv_memory()
     for name, count, serve in (("agents", args.agents, agents), ("samples", args.samples, sampled)):
         engines = {
-            way: Engine(model, cascade=way == "together", max_running=widest)
+            way: Engine(model, cascade=way == "together", max_running=widest, kv_memory=pool)
             for way in ("alone", "together")
         }
         seconds = measured({way: partial(serve, e) for way, e in engines.items()}, args.rounds)

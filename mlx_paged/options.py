@@ -145,9 +145,9 @@ class PoolConfig:
     kv_memory: int | None = option(
         None,
         Bytes(1),
-        "bytes for the pool; default: what the device can spare.",
+        "bytes for the pool; default: leaves room for others (docs/on-a-mac.md).",
         OptionFlag(
-            "--kv-memory", "size of the KV pool in GB (default: what the device can spare)", "GB"
+            "--kv-memory", "size of the KV pool in GB (default: leaves room for others)", "GB"
         ),
     )
     num_blocks: int | None = option(
@@ -175,8 +175,8 @@ class PoolConfig:
         None,
         Bytes(0),
         "bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if MLX's limit"
-        " is. Default: a tenth of the GPU's memory; less if `kv_memory` or `num_blocks` asks for a"
-        " small pool.",
+        " is. Default: a tenth of the GPU's memory, less if `kv_memory` or `num_blocks` asks for a"
+        " small pool, but at least the arrays of a step.",
         OptionFlag(
             "--cache-limit",
             "GB of freed buffers that MLX keeps (default: a tenth of GPU memory)",

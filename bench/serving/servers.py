@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from bench.serving.trace import Job
 from mlx_paged import Engine
+from mlx_paged.kv.memory import default_kv_memory
 from mlx_paged.metrics.tick_log import Tick as EngineTick
 
 PREFILL_BATCH = 8  # mlx-lm's own default
@@ -91,11 +92,20 @@ class Server(ABC):
         return ()
 
 
+def with_kv_memory(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Options whose pool takes all that the device spares, unless they have a size: the numbers of
+    a benchmark depend neither on other programs nor on how many sequences run together."""
+    if options.keys() & {"kv_memory", "num_blocks", "max_kv_tokens"}:
+        return options
+    mx.eval(model.parameters())
+    return {"kv_memory": default_kv_memory()} | options
+
+
 class PagedServer(Server):
     """mlx_paged: continuous batching over a pool of blocks; `options` are the engine's."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self.engine = Engine(model, **options)
+        self.engine = Engine(model, **with_kv_memory(model, options))
         if "kv_disk" in options:  # a directory for this engine alone
             finalize(self, rmtree, options["kv_disk"], ignore_errors=True)
         self._streams: dict[int, int] = {}  # of requests under way, by request id

@@ -14,7 +14,8 @@ from mlx_paged.attention.paths import ANY_NUMBER, VARIABLE, max_paged_queries
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.kernels import kernels_in_use
 from mlx_paged.doctor.panics import DAYS, FOLDER, recent_panics
-from mlx_paged.kv.memory import default_cache_limit, default_kv_memory, device_memory, memory_in_use
+from mlx_paged.kv.default_pool import largest_default
+from mlx_paged.kv.memory import default_cache_limit, device_memory, memory_in_use
 
 GB = 1e9
 LIMITS = ("max_recommended_working_set_size", "max_buffer_length")
@@ -26,7 +27,7 @@ def check_machine(found: Findings, quick: bool) -> None:
     device, built_with = mx.device_info(), ops.BUILT_WITH
     limits = {name.replace("_", " "): int(device[name]) for name in LIMITS if name in device}
     limits |= {"memory": device_memory(), "in use": memory_in_use()}
-    limits["default pool"] = default_kv_memory()
+    limits["default pool"] = largest_default()
     limits |= {"cache limit": cache} if (cache := default_cache_limit(None, 0)) else {}
     found.numbers |= {
         "mlx_paged": _version("mlx-paged"),

@@ -44,7 +44,7 @@ class Engine(EngineCore):
         tokenizer: the second value, or a tokenizer of transformers. Without it prompts are token
             ids and outputs have no text.
         block_size: token slots in a block.
-        kv_memory: bytes for the pool; default: what the device can spare.
+        kv_memory: bytes for the pool; default: leaves room for others (docs/on-a-mac.md).
         num_blocks: size of the pool in blocks of all layers, instead of `kv_memory`.
         kv_bits: 8 or 6 to store K/V with so many bits an element, 4 to store keys with 6 and values
             with 4 bits; docs/kv-quantization.md has the differences. Default: as the model computes
@@ -52,8 +52,8 @@ class Engine(EngineCore):
         max_kv_tokens: without `kv_memory` and `num_blocks`, the pool has room for no more than
             these tokens.
         cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if
-            MLX's limit is. Default: a tenth of the GPU's memory; less if `kv_memory` or
-            `num_blocks` asks for a small pool.
+            MLX's limit is. Default: a tenth of the GPU's memory, less if `kv_memory` or
+            `num_blocks` asks for a small pool, but at least the arrays of a step.
         wired: raise MLX's wired limit while the engine lives (docs/on-a-mac.md has reports of
             kernel panics with it). None: if MLX_PAGED_WIRED is 1.
         max_running: the largest number of requests that are computed together.

@@ -57,7 +57,8 @@ class EngineModels:
         profile = probed(model, config)
         draft_model = config.draft_model if can_draft(profile) else None
         of_draft = None if draft_model is None else probed_draft(profile, draft_model)
-        measured = MeasuredModel.of(model, profile, config, beside=of_draft)
+        compiles = config.prewarm is not False
+        measured = MeasuredModel.of(model, profile, config, of_draft, compiles)
         make_runner = ModelRunner if phases is None else partial(ProfilingRunner, phases)
         runner: ModelRunner | LeadingRunner
         if ranks is None:

@@ -105,15 +105,22 @@ def default_kv_memory(beside: int = 0) -> int:
     spare = spare_memory()
     room = min(recommended - ROOM, int(RECLAIM_SHARE * recommended) - beside) - memory_in_use()
     largest = max(spare // 2, min(spare, room))
-    return largest // (1 + COPIED) if ops.are_switched_off() or ops.refused else largest
+    return largest // (1 + plain_copies())
+
+
+def plain_copies() -> int:
+    """How many times the pool plain MLX holds beside it, as far as the compiler has been asked."""
+    is_plain = gpu_memory() is not None and (ops.are_switched_off() or ops.refused)
+    return COPIED if is_plain else 0
 
 
 def default_cache_limit(pool: int | None, step: int, beside: int = 0) -> int | None:
     """Bytes of freed buffers that MLX may keep; None on a CPU, where nothing is limited.
 
-    With ``part = CACHE_SHARE * memory`` of the device, ``limit = max(part / 2, min(part,
-    RECLAIM_SHARE * memory - beside))``. For a `pool` of a given size, ``min(limit, max(pool / 2,
-    step))``.
+    At least the arrays of a `step`: what is kept are those, and with less each step would make new
+    ones. With ``part = CACHE_SHARE * memory`` of the device it is ``max(step, part / 2, min(part,
+    RECLAIM_SHARE * memory - beside))``. For a `pool` of a given size it is at most ``max(step, pool
+    / 2)``.
 
     Args:
         pool: bytes of a pool whose size was given; None: the pool has the default size.
@@ -125,7 +132,7 @@ def default_cache_limit(pool: int | None, step: int, beside: int = 0) -> int | N
         return None
     limit = int(CACHE_SHARE * size)
     limit = max(limit // 2, min(limit, int(RECLAIM_SHARE * size) - beside))
-    return limit if pool is None else min(limit, max(pool // 2, step))
+    return max(min(step, size), limit if pool is None else min(limit, pool // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +142,12 @@ class MemoryBudget:
     Attributes:
         weights: of the models.
         pool: K/V, and states that the prefix cache may keep.
-        cache: MLX's limit for freed buffers; None on a CPU, where nothing limits them.
+        cache: MLX's limit for freed buffers; None on a CPU, where nothing limits them. Buffers as
+            large as a step are those of the step, which count once.
         step: the arrays of a step at most.
         copies: of the pool, where plain MLX writes to it or reads it on a GPU.
+        tokens: for which the pool has room; 0: nobody says.
+        bound: what bounds the pool.
     """
 
     weights: int
@@ -145,10 +155,12 @@ class MemoryBudget:
     cache: int | None
     step: int
     copies: int = 0
+    tokens: int = 0
+    bound: str = ""
 
     @property
     def parts(self) -> dict[str, int]:
-        cache = {} if self.cache is None else {"cache": self.cache}
+        cache = {} if self.cache is None else {"cache": max(0, self.cache - self.step)}
         copies = {"copies": self.copies} if self.copies else {}
         return {"weights": self.weights, "pool": self.pool, **cache, "step": self.step, **copies}
 
@@ -157,7 +169,8 @@ class MemoryBudget:
         pool, step = self.pool + other.pool, max(self.step, other.step)
         copies, caches = self.copies + other.copies, (self.cache, other.cache)
         cache = max((each for each in caches if each is not None), default=None)
-        return MemoryBudget(self.weights + other.weights, pool, cache, step, copies)
+        weights = self.weights + other.weights
+        return MemoryBudget(weights, pool, cache, step, copies, self.tokens, self.bound)
 
     @property
     def line(self) -> str:
@@ -168,7 +181,8 @@ class MemoryBudget:
         limit = "memory" if working_set() is None else "working set"
         is_too_much = sum(self.parts.values()) > device_memory()
         too_much = f"; this exceeds the {limit}: expect swapping" * is_too_much
-        return f"memory: {self}; {can_change} it{too_much}"
+        room = f"; the pool holds {self.tokens:,} tokens, bounded by {self.bound}"
+        return f"memory: {self}{room * bool(self.tokens)}; {can_change} it{too_much}"
 
     def __str__(self) -> str:
         parts = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in self.parts.items())
@@ -195,10 +209,9 @@ def num_blocks_for(
     ValueError if it holds no block, or if the device cannot hold the budget."""
     one_block = planned_block_bytes(plan.arrays)
     smallest = one_block * plan.width
-    longest = [longest_pool([array.shape], array.block_size) for array in plan.arrays]
-    max_blocks = min(longest, default=0)
     if kv_memory is not None:
-        _check_held(kv_memory, max_blocks * one_block, reserved)
+        longest = (longest_pool([array.shape], array.block_size) for array in plan.arrays)
+        _check_held(kv_memory, min(longest, default=0) * one_block, reserved)
     default = max(0, default_kv_memory(beside) - reserved)
     budget = default if kv_memory is None else kv_memory
     if one_block == 0:  # no layer stores K/V: blocks just count tokens
@@ -209,7 +222,13 @@ def num_blocks_for(
             f"[Engine] kv_memory is {memory(budget)}{in_use}, but one block of {block_size} tokens "
             f"takes {memory(smallest)}: expected at least that"
         )
-    return min(budget // one_block, max_blocks, MAX_INT32 // block_size)  # slots are int32
+    return min(budget // one_block, most_blocks(plan, block_size))
+
+
+def most_blocks(plan: PoolPlan, block_size: int) -> int:
+    """Blocks that a pool can have: its arrays are limited, and its slots are int32."""
+    longest = (longest_pool([array.shape], array.block_size) for array in plan.arrays)
+    return min(*longest, MAX_INT32 // block_size, MAX_INT32)
 
 
 def _check_held(kv_memory: int, longest: int, reserved: int) -> None:

@@ -1,7 +1,7 @@
 """One model on one pool: an engine, its draft model and each rank hold one of these."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -12,16 +12,17 @@ from mlx_paged import ops
 from mlx_paged.attention.paths import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
+from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.kv.default_pool import Beside, Needs, default_blocks
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.limits import HeldLimits, is_wired
 from mlx_paged.kv.memory import (
     COPIED,
     MemoryBudget,
     default_cache_limit,
-    default_kv_memory,
     gpu_memory,
     memory_in_use,
+    most_blocks,
     num_blocks_for,
     promise,
 )
@@ -31,6 +32,7 @@ from mlx_paged.request import Request
 from mlx_paged.runner.layer_states import StateMemory
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.positions import positions_of
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.runner.step_memory import step_bytes
 from mlx_paged.sampling_params import SamplingParams
@@ -64,6 +66,8 @@ class MeasuredModel:
     plan: PoolPlan
     states: StateMemory
     num_blocks: int  # of the pool; `plan.width` of them hold a block of all layers
+    bound: str  # of the pool
+    kernel_seconds: float | None = None  # that compiling took; None: nothing was compiled
 
     @classmethod
     def of(
@@ -72,34 +76,39 @@ class MeasuredModel:
         profile: ModelProfile,
         config: PoolConfig,
         beside: ModelProfile | None = None,
+        compiles: bool = False,
     ) -> "MeasuredModel":
         """Measure the memory. A draft model, `beside` this one, gets a part of it.
 
+        Args:
+            compiles: ask the GPU's compiler for all pipelines first, because where it refuses one,
+                plain MLX takes more memory.
+
         Raises:
-            ValueError: there is no room for one block, or the device cannot hold `kv_memory`.
+            ValueError: there is no room for a request, or the device cannot hold `kv_memory`.
         """
+        seconds = _compiled([profile] if beside is None else [profile, beside], config, compiles)
         block_size = config.block_size
         # Plain MLX would copy an array at each layer but the first one that writes it in a step.
         plan = profile.pool_plan(
             block_size, shares=are_written_in_place(profile.shapes, block_size)
         )
         states = profile.states.planned(config)
-        if config.num_blocks is not None:
-            num_blocks = config.num_blocks * plan.width
-            return cls(model, config, profile, plan, states, num_blocks)
-        reserved, kv_memory = states.num_bytes, config.kv_memory
-        step = _step_bytes(model, profile, config)
-        cache = config.cache_limit
-        if cache is None:
-            cache = default_cache_limit(None, step) or 0
-        others = step + cache
+        own, share, kv_memory = planned_block_bytes(plan.arrays), 1.0, config.kv_memory
         if beside is not None:
-            both = max(0, default_kv_memory(others) - reserved) if kv_memory is None else kv_memory
-            kv_memory = int(both * _share(profile, beside))
-        num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved, others)
-        if config.kv_memory is None and config.max_kv_tokens is not None:
-            num_blocks = min(num_blocks, plan.width * ceil_div(config.max_kv_tokens, block_size))
-        return cls(model, config, profile, plan, states, num_blocks)
+            share = _share(profile, beside)
+        if config.num_blocks is not None:
+            num_blocks, bound = config.num_blocks * plan.width, "num_blocks"
+        elif kv_memory is not None or own == 0:
+            kv_memory = None if kv_memory is None else int(kv_memory * share)
+            num_blocks = num_blocks_for(plan, block_size, kv_memory, states.num_bytes)
+            bound = "no memory" if kv_memory is None else "kv_memory"
+        else:
+            others = _beside(_step_bytes(model, profile, config), config, states.num_bytes)
+            needs = _needs(model, plan, config)
+            num_blocks, bound = default_blocks(int(own / share), needs, others)
+            num_blocks = min(num_blocks, most_blocks(plan, block_size))
+        return cls(model, config, profile, plan, states, num_blocks, bound, seconds)
 
     @property
     def budget(self) -> MemoryBudget:
@@ -114,7 +123,10 @@ class MeasuredModel:
         if cache is None or gpu_memory() is None:
             others = memory_in_use() + pool + step
             cache = default_cache_limit(pool if is_asked else None, step, others)
-        return MemoryBudget(weights, pool, cache, step)
+        tokens = 0  # where no layer stores K/V, any number fits
+        if self.plan.width:
+            tokens = self.num_blocks // self.plan.width * config.block_size
+        return MemoryBudget(weights, pool, cache, step, 0, tokens, self.bound)
 
 
 class PooledModel:
@@ -140,9 +152,7 @@ class PooledModel:
     ) -> None:
         config, self.plan, self.profile = measured.config, measured.plan, measured.profile
         self.config = config
-        # A sequence takes the blocks of its longest chunk in each group that keeps a window.
-        keeps_all = all(group.keeps_all for group in self.plan.groups)
-        self.longest_chunk = _longest_chunk(config) if keeps_all else config.prefill_chunk
+        self.longest_chunk = _longest_chunk_of(self.plan, config)
         block_size, num_blocks = config.block_size, measured.num_blocks
         self.allocator = make_allocator(
             num_blocks,
@@ -151,6 +161,7 @@ class PooledModel:
             self.longest_chunk,
             measured.states.kind(),
         )
+        self._kernel_seconds = measured.kernel_seconds
         self._budget = measured.budget
         cache = self._budget.cache
         self.limits = None if cache is None else HeldLimits(cache, is_wired(config.wired))
@@ -188,9 +199,9 @@ class PooledModel:
         the first steps. Then trace the decodes for the thread that calls this: a trace asks for
         pipelines."""
         if self.prewarm_seconds is None:
-            kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
-            only_ragged = self.profile.batching is Batching.MIXED
-            seconds = prewarm(kinds, self.config.block_size, self.plan, has_disk, only_ragged)
+            seconds = self._kernel_seconds
+            if seconds is None:
+                seconds = _compiled([self.profile], self.config)
             if seconds is not None and not self.runner.begins_each:
                 started = time.perf_counter()
                 self._compute_once()
@@ -227,6 +238,50 @@ class PooledModel:
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held and that nothing leaks."""
         self.allocator.check_integrity()
+
+
+def _compiled(
+    profiles: Sequence[ModelProfile], config: PoolConfig, compiles: bool = True
+) -> float | None:
+    """Compile the pipelines of some models on pools of two blocks. Returns the seconds that it
+    took; None if there are none, or `compiles` is False."""
+    seconds = []
+    for profile in profiles if compiles else ():
+        plan = profile.pool_plan(config.block_size)
+        only_ragged = profile.batching is Batching.MIXED
+        has_disk = config.kv_disk is not None
+        took = prewarm(profile.attentions, config.block_size, plan, has_disk, only_ragged)
+        seconds += [] if took is None else [took]
+    return sum(seconds) if seconds else None
+
+
+def _beside(step: int, config: PoolConfig, states: int) -> Beside:
+    """What is beside a default pool on the device."""
+    if gpu_memory() is None:
+        return Beside(0, 0, states)
+    cache = config.cache_limit
+    if cache is None:
+        cache = default_cache_limit(None, step) or 0
+    return Beside(step, max(0, cache - step), states)
+
+
+def _needs(model: nn.Module, plan: PoolPlan, config: PoolConfig) -> Needs:
+    """What the requests of an engine with these options need of a pool."""
+    return Needs.of(
+        plan.groups,
+        config.block_size,
+        _longest_chunk_of(plan, config),
+        config.max_running,
+        positions_of(model),
+        config.max_kv_tokens,
+    )
+
+
+def _longest_chunk_of(plan: PoolPlan, config: PoolConfig) -> int:
+    """Prompt tokens of a step at most. A sequence takes the blocks of its longest chunk in each
+    group that keeps a window."""
+    keeps_all = all(group.keeps_all for group in plan.groups)
+    return _longest_chunk(config) if keeps_all else config.prefill_chunk
 
 
 def _longest_chunk(config: PoolConfig) -> int:

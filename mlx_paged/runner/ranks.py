@@ -328,7 +328,7 @@ def _follow(
                 follower = None  # an engine before gives its memory back
                 config = read_first_frame(content)
                 profile = probed(model, config)
-                measured = MeasuredModel.of(model, profile, config)
+                measured = MeasuredModel.of(model, profile, config, compiles=True)
                 link.send(Kind.ANSWER, json.dumps(measured.num_blocks).encode())
             else:
                 measured = replace(measured, num_blocks=json.loads(content))

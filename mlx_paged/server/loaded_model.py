@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
-from mlx_paged.kv.memory import default_kv_memory
+from mlx_paged.kv.default_pool import largest_default
 from mlx_paged.loading import load_with_config, of_another_model
 from mlx_paged.outputs import describe
 from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
@@ -91,7 +91,7 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
     if options["kv_memory"] is not None:
         options["kv_memory"] //= max(1, args.max_models)
     elif places > 1:
-        options["kv_memory"] = default_kv_memory() // places
+        options["kv_memory"] = largest_default() // places
     engine = Engine(model, tokenizer, prewarm=None, **options)
     LOGGER.info("%s: %s", path, engine.memory_budget.line)
     engine.grammars.warm_up()

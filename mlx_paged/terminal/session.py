@@ -13,6 +13,7 @@ from mlx_paged.loading import engine_options, load_model
 from mlx_paged.outputs import TokenOutput
 
 PROMPT = ">> "
+LONGEST_CHAT = 1 << 17  # tokens for which the pool has room, if the memory has
 HELP = """q: leave
 r: begin a new chat
 h: show these commands
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         model,
         tokenizer,
         max_running=1,
+        max_kv_tokens=LONGEST_CHAT,
         prefill_chunk=args.prefill_step_size,
         **engine_options(args),
     )

@@ -10,6 +10,7 @@ import pytest
 from mlx_paged import Engine, ops
 from mlx_paged.attention import forward, paths
 from mlx_paged.attention.prewarm import prewarm
+from mlx_paged.kv.memory import COPIED
 from mlx_paged.ops import dispatch
 from mlx_paged.runner import batch
 from mlx_paged.runner.model_probe import probe
@@ -17,6 +18,7 @@ from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.server.metrics import engine_metrics
 from tests.support.engine.emulated_gpu import LONG_CHUNK, HalfModel
 from tests.support.engine.refusing_gpu import MESSAGE, RefusingGPU
+from tests.support.fake_macs import fake_mac
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 from tests.support.ops.numpy_quantization import quantized_mlx_lm
 
@@ -78,6 +80,26 @@ def test_each_kernel_may_be_refused(kernel, monkeypatch, caplog):
     families = {f.name: f for f in engine_metrics(engine, "tiny")}
     samples = families["mlx_paged_refused_kernels"].samples
     assert {sample.labels["kernel"] for sample in samples} == set(refused)
+
+
+@pytest.mark.parametrize("prewarm", [True, None])
+def test_what_is_refused_counts_in_the_first_pool_of_a_process(monkeypatch, prewarm):
+    """And in the budget that is logged when the engine is made, as a server does."""
+    half = HalfModel("llama", num_hidden_layers=2)
+    RefusingGPU(monkeypatch, "write_kv")
+    mac = fake_mac(monkeypatch, "M4 Pro, 24 GB")
+    monkeypatch.setattr("mlx_paged.kv.default_pool.USUAL_TOKENS", 1 << 20)
+    monkeypatch.setattr("mlx_paged.runner.pooled_model.positions_of", lambda model: None)
+    options: dict[str, Any] = {"block_size": 8, "cache_limit": 0, "prewarm": prewarm}
+    step = Engine(half.model, num_blocks=8, **options).memory_budget.step
+    dispatch.forget()
+    mac.available = (step + 140 * 2**20) * 16 // 5
+    budgets = [Engine(half.model, **options).memory_budget for _ in range(2)]
+    first, second = budgets
+    assert first.bound == "the memory that is available" and first.copies == COPIED * first.pool
+    assert 0.9 * 20 * 2**20 < first.pool == second.pool
+    assert first.pool + first.copies + step <= mac.available * 5 // 16
+    assert "+ copies " in first.line
 
 
 @pytest.mark.sampled(3)

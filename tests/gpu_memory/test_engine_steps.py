@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models import llama
 
 from mlx_paged.attention.prewarm import AttentionKind
-from mlx_paged.kv.memory import LONG_PROMPT
+from mlx_paged.kv.memory import LONG_PROMPT, default_cache_limit
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import probe
@@ -110,11 +110,16 @@ def test_a_recurrent_state_is_held_once_until_its_sequence_ends():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_step_takes_is_promised_for_models_of_each_kind(name):
-    """The widths are those of the real models, in eight layers."""
+def test_what_a_step_takes_is_promised_for_models_of_each_kind(name, monkeypatch):
+    """The widths are those of the real models, in eight layers. The default limit of the cache is
+    at least as large, so that no step maps a buffer that it would not map without a limit."""
     model = made(name, layers=8)
-    [found] = replayed(model, "long prompts", 15, [NO_LIMIT])
-    assert 0.1 * promised(model) < found.peak_active <= promised(model)
+    step = promised(model)
+    monkeypatch.setattr("mlx_paged.kv.memory.gpu_memory", lambda: 2 * step)
+    limits = [NO_LIMIT, default_cache_limit(None, step), default_cache_limit(1, step)]
+    found, *limited = replayed(model, "long prompts", 15, limits)
+    assert 0.1 * step < found.peak_active <= step
+    assert [each.num_new for each in limited] == [found.num_new] * 2
 
 
 def test_a_step_with_large_partial_results_takes_no_more_than_is_promised(monkeypatch):

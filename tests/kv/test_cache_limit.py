@@ -111,7 +111,12 @@ def test_the_limits_are_held_before_the_pool_is_made(mac, llama, monkeypatch):
 def test_a_pool_of_an_asked_size_needs_half_of_it_but_a_steps_arrays(mac):
     assert default_cache_limit(2 * GB, GB // 2) == GB
     assert default_cache_limit(2 * GB, 3 * GB // 2) == 3 * GB // 2
-    assert default_cache_limit(100 * GB, 50 * GB) == int(0.1 * mac.working_set)
+    assert default_cache_limit(100 * GB, GB) == int(0.1 * mac.working_set)
+
+
+@pytest.mark.parametrize("pool", [None, GB, 100 * GB])
+def test_the_arrays_of_a_step_are_kept_whatever_the_pool(mac, pool):
+    assert default_cache_limit(pool, 3 * GB, beside=mac.working_set) == 3 * GB
 
 
 @pytest.mark.parametrize("size", [{"kv_memory": 300 * MIB}, {"num_blocks": 1 << 17}])
@@ -192,10 +197,12 @@ def test_where_plain_mlx_computes_its_copies_count(mac, llama, monkeypatch):
 def test_the_line_at_the_start_has_the_parts_their_sum_and_the_flags(mac):
     line = MemoryBudget(700_000_000, 6_750_000_000, 1_150_000_000, 400_000_000).line
     assert line == (
-        "memory: at most 9.00 of 17.18 GB (weights 0.70 + pool 6.75 + cache 1.15 + step 0.40);"
+        "memory: at most 8.60 of 17.18 GB (weights 0.70 + pool 6.75 + cache 0.75 + step 0.40);"
         " --kv-memory and --cache-limit change it"
     )
     assert MemoryBudget(1, 2, None, 3).line.endswith("; --kv-memory changes it")
+    told = MemoryBudget(1, 2, None, 3, tokens=13_104, bound="kv_memory").line
+    assert "; the pool holds 13,104 tokens, bounded by kv_memory; --kv" in told
     too_much = MemoryBudget(1, mac.working_set, None, 3).line
     assert too_much.endswith(" it; this exceeds the working set: expect swapping")
 
@@ -203,7 +210,7 @@ def test_the_line_at_the_start_has_the_parts_their_sum_and_the_flags(mac):
 @pytest.mark.parametrize("max_running", [1, 32, 256])
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 def test_what_an_engine_takes_by_default_is_less_than_mlx_may_hold(
-    monkeypatch, model_type, max_running
+    monkeypatch, model_type, max_running, boundless
 ):
     """The states of running requests count."""
     mac = fake_mac(monkeypatch, "M3 Ultra, 512 GB")
@@ -216,8 +223,7 @@ def test_what_an_engine_takes_by_default_is_less_than_mlx_may_hold(
     assert "swapping" not in budget.line
 
 
-def test_where_the_default_exceeds_the_working_set_the_line_says_so(mac, llama):
-    mac.working_set = mx.get_active_memory() + 16 * MIB
-    budget = Engine(llama, prefill_chunk=1 << 14).memory_budget
-    assert budget.cache == int(0.1 * mac.working_set) // 2 < budget.step
-    assert budget.line.endswith(" it; this exceeds the working set: expect swapping")
+def test_what_the_cache_keeps_of_a_step_counts_once(mac):
+    assert sum(MemoryBudget(1, 2, 10, 10).parts.values()) == 13
+    assert sum(MemoryBudget(1, 2, 15, 10).parts.values()) == 18
+    assert sum(MemoryBudget(1, 2, 5, 10).parts.values()) == 13

@@ -1,8 +1,6 @@
 """How large pools are by default, and which are refused, on Macs of several sizes."""
 
 import gc
-import re
-from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -17,7 +15,6 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import (
-    MemoryBudget,
     default_kv_memory,
     memory_in_use,
     physical_memory,
@@ -25,8 +22,6 @@ from mlx_paged.kv.memory import (
 )
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import probe
-from tests.gpu_memory import report
-from tests.support.documents import ROOT
 from tests.support.fake_macs import GB, MACS, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
 
@@ -110,59 +105,15 @@ def test_the_default_beside_the_weights_of_an_8b_model_in_4_bits(monkeypatch, na
     assert pool / GB == pytest.approx(gigabytes, rel=0.02)
 
 
-MACS_OF_THE_TABLE = {
-    8: 5_726_633_984,
-    16: 11_453_251_584,
-    24: 17_179_869_184,
-    36: 28_991_029_248,
-    64: 51_539_607_552,
-    128: 103_079_215_104,
-    512: 412_316_860_416,
-}
-"""Recommended working sets by the memory in GB."""
-
-
-LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-LLAMA_1B |= {"head_dim": 64, "tie_word_embeddings": True}
-MODELS_OF_THE_TABLE = ((0.7, "llama 1B"), (4.5, "llama 8B"))  # GB of weights in 4 bits
-
-
-@pytest.fixture(scope="module")
-def steps() -> dict[str, int]:
-    """Bytes of a step of each model in the table."""
-    model_class, args, config = report.MODELS["llama 8B"]
-    with mock.patch.dict(report.MODELS, {"llama 1B": (model_class, args, config | LLAMA_1B)}):
-        return {name: report.promised(report.made(name)) for _, name in MODELS_OF_THE_TABLE}
-
-
-@pytest.mark.parametrize("size", MACS_OF_THE_TABLE)
-def test_the_document_has_the_default_pools_of_macs(monkeypatch, size, steps):
-    mac = fake_mac(monkeypatch, "M1, 8 GB")
-    mac.working_set = MACS_OF_THE_TABLE[size]
-    cells = [f"{mac.working_set / GB:.2f}"]
-    for weights, name in MODELS_OF_THE_TABLE:
-        step = steps[name]
-        mac.others = int(weights * GB) - memory_in_use() + mac.others
-        pool = default_kv_memory(step + memory.default_cache_limit(None, step))
-        cache = memory.default_cache_limit(None, step, memory_in_use() + pool + step)
-        budget = MemoryBudget(int(weights * GB), pool, cache, step)
-        parts = budget.parts.values()
-        cells += [" + ".join(f"{part / GB:.2f}" for part in parts), f"{sum(parts) / GB:.2f}"]
-        assert ("swapping" in budget.line) == (sum(parts) > mac.working_set)
-        assert sum(parts) <= 0.95 * mac.working_set or pool == spare_memory() // 2
-    row = f"| {size} | {' | '.join(cells)} |"
-    assert row in (ROOT / "docs/on-a-mac.md").read_text().splitlines(), row
-
-
 @pytest.mark.slow
-def test_weights_that_are_not_computed_yet_count(m1, llama):
+def test_weights_that_are_not_computed_yet_count(m1, llama, boundless):
     others = llama.parameters()
     llama.update(tree_map(lambda weight: weight + 1, others))
     weights = sum(array.nbytes for _, array in tree_flatten(others))
-    leave(m1, 4 * MIB)
+    leave(m1, 300 * MIB)
     engine = Engine(llama)
     assert weights > 4 * engine.manager.pool.block_bytes
-    assert pool_bytes(engine) <= 4 * MIB - weights // 2  # half of what can be spared on this Mac
+    assert pool_bytes(engine) <= 300 * MIB - weights // 2  # half of what can be spared on this Mac
 
 
 def counted() -> int:
@@ -172,35 +123,32 @@ def counted() -> int:
 
 class TestSeveralEngines:
     @pytest.mark.slow
-    def test_the_second_gets_what_the_first_left(self, mac, llama):
-        leave(mac, 8 * MIB)
+    def test_the_second_gets_what_the_first_left(self, mac, llama, boundless):
+        leave(mac, 300 * MIB)
         Engine(llama, num_blocks=1)  # what a trace of the model leaves is in use from now on
         first = Engine(llama, kv_memory=3 * MIB)
         left = default_kv_memory()
         second = Engine(llama)
-        assert left < 8 * MIB and pool_bytes(first) <= 3 * MIB
+        assert left < 300 * MIB and pool_bytes(first) <= 3 * MIB
         assert left // 2 < pool_bytes(second) + 4 * second.manager.pool.block_bytes
         assert pool_bytes(second) <= left  # a step has the other half, or less
 
     @pytest.mark.slow
-    def test_where_nothing_is_left_an_error_says_so(self, mac, llama):
-        leave(mac, 8 * MIB)
+    def test_where_nothing_is_left_an_error_says_so(self, mac, llama, boundless):
+        leave(mac, 300 * MIB)
         first = Engine(llama)
         size = pool_bytes(first)
         mac.others += spare_memory()
         gc.collect()  # numbers of earlier tests must not be freed meanwhile
-        in_use = memory_in_use()
-        with pytest.raises(ValueError, match=r"kv_memory is \d+ bytes .*by default") as error:
+        with pytest.raises(ValueError, match=r"but 0 bytes are left on the device"):
             Engine(llama)
-        [said] = re.findall(r"\((\d+) bytes .* are in use\), but", str(error.value))
-        assert 0 <= int(said) - in_use < 64  # a trace of the model may hold a few numbers
         del first
-        leave(mac, 8 * MIB)
-        assert pool_bytes(Engine(llama)) == size
+        leave(mac, 300 * MIB)
+        assert pool_bytes(Engine(llama)) == pytest.approx(size, rel=0.01)
 
     @pytest.mark.slow
     def test_paged_caches_get_what_an_engine_left(self, m1, llama):
-        leave(m1, 8 * MIB)
+        leave(m1, 300 * MIB)
         engine = Engine(llama)
         m1.others += spare_memory()
         with pytest.raises(OutOfBlocksError):

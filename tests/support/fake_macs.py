@@ -24,6 +24,7 @@ class FakeMac:
 
     Attributes:
         others: bytes in use beside what this process really holds.
+        available: bytes that macOS says it can give; None: all of the memory.
         calls: of `set_wired_limit` with the limit, and of `synchronize`.
         cached: limits that `set_cache_limit` was given, after the one that it found.
     """
@@ -32,6 +33,7 @@ class FakeMac:
     working_set: int
     longest_buffer: int
     others: int = 0
+    available: int | None = None
     wired: int = 0
     calls: list[Any] = field(default_factory=list)
     cached: list[int] = field(default_factory=lambda: [NO_LIMIT])
@@ -65,6 +67,10 @@ def fake_mac(monkeypatch: pytest.MonkeyPatch, name: str) -> FakeMac:
         mac.calls.append(("synchronize", stream))
         synchronize(stream)
 
+    def available() -> int:
+        return mac.memory if mac.available is None else mac.available
+
+    monkeypatch.setattr("mlx_paged.system_memory.available_memory", available)
     monkeypatch.setattr(mx, "device_info", mac.device_info)
     monkeypatch.setattr(mx, "get_active_memory", lambda: active() + mac.others)
     monkeypatch.setattr(mx, "set_wired_limit", mac.set_wired_limit)
