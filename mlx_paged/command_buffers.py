@@ -37,6 +37,6 @@ def chip_name() -> str:
 
 
 def most_elements() -> int:
-    """Elements that a command buffer binds at most, but for those of its last operation."""
+    """How many elements the operations of a command buffer bind at most, without its last one."""
     given = os.environ.get(ELEMENTS, "")
     return (int(given) if given.isdecimal() else MOST_ELEMENTS) << 20

@@ -349,7 +349,7 @@ class LayerView(AttendingCache):
             sinks=sinks,
             shared_prefixes=shared_prefixes if way.shares else None,
         )
-        return self._transformed(out)
+        return self._transformed(out) if self.shape.rotates else out
 
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""

@@ -136,8 +136,8 @@ def declared(schema: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 def _parameter(
     marks: Marks, shape: Shape, rule: str, begin: str, schema: Any, root: dict[str, Any]
 ) -> list[str]:
-    """The rules of a parameter, whose tag begins with `begin`. What may be a text and another
-    value is the text, but for a format that tells them apart."""
+    """The rules of a parameter, whose tag begins with `begin`. What may be a text or another
+    value is the text, unless the format tells them apart."""
     types, choices = types_of(schema, root), choices_of(schema, root)
     after_key, end = shape.text or (shape.parameter[1], shape.parameter_end)
     rules, ways = list[str](), list[str]()

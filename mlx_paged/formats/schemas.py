@@ -81,8 +81,8 @@ def value_of(text: str, schema: Schema, root: Schema) -> str:
     """The JSON that `text` is by a schema: what the model wrote if that is JSON of a declared type,
     else a string.
 
-    If a string is allowed, every text is the string, but for exactly ``null`` beside the type null,
-    and for objects and arrays beside their own types.
+    If a string is allowed, a text is the string, with two exceptions: ``null`` if the type null is
+    allowed, too, and objects and arrays if their types are.
 
     Args:
         root: the schema that references of `schema` point into.

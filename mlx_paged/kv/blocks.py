@@ -90,7 +90,7 @@ class BlockStore:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: the free ones and those of idle entries."""
+        """How many blocks can be handed out now: free blocks, and the blocks of idle entries."""
         return len(self.free) + self.num_idle
 
     @property
@@ -294,7 +294,7 @@ class BlockStore:
         return self.blocks_of(entry)
 
     def _settle(self, entries: list[int]) -> None:
-        """Nothing needs these entries: those of known content become idle, the others free."""
+        """Make entries that nothing holds idle if their content is known, and free otherwise."""
         group_of, widths = self._group_of, self._widths
         for entry in entries:
             group = group_of[entry]

@@ -70,10 +70,10 @@ class GroupPrefixes:
         self, tokens: Sequence[int], salt: bytes, elsewhere: Container[bytes]
     ) -> list[NeededBlock]:
         """The full blocks, in order, that a prompt could reuse if the pool had the blocks whose
-        keys are in `elsewhere`, and what a prefix needs at its end beside blocks. None of them if
-        the prompt can reuse as many tokens without."""
+        keys are in `elsewhere`, and what a prefix needs at its end beside blocks. Empty if
+        the prompt can reuse as many tokens without these keys."""
         stop, size, root = len(tokens) - 1, self._block_size, root_hash(salt)
-        # A block that ends with the prompt is reused but for its last token.
+        # Of a block that ends with the prompt all tokens before the last one are reused.
         is_last_useful = self.ends.is_within_blocks and size > smallest_run(size)
         known, found = self._full_blocks(tokens, stop + is_last_useful, root, elsewhere)
         if len(known.hashes) * size > stop and not known.is_complete(stop // size):

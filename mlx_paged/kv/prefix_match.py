@@ -10,7 +10,7 @@ from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
 
 
 class MissReason(StrEnum):
-    """Why the reuse of cached K/V ended where it did: the first of these that applies.
+    """Why the reuse of cached K/V ended at a token: the first reason that applies.
 
     A prompt reuses the full blocks that agree with it, then a run of leading tokens of one more
     block, but never its own last token. There is no reason (None) if the rest of the prompt is
@@ -55,7 +55,7 @@ class NeededBlock:
     group: int  # its layer group
     known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
     key: bytes  # as :func:`block_key`
-    is_state: bool = False  # whether it is not the block, but what is kept after it beside K/V
+    is_state: bool = False  # whether a state after the block is needed, not the block's K/V
 
     def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
         """What the pool has of it now."""

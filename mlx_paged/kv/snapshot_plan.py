@@ -45,6 +45,6 @@ def snapshots_on_the_way(
         snapshots.append(before)
     if stop < text.num_tokens and stop % block_size == 0 and stop not in wanted:
         spare = Snapshot(stop, is_spare=True, before=before)
-        if kept.has_place(spare):
+        if kept.has_room(spare):
             snapshots.append(spare)
     return snapshots

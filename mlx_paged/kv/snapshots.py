@@ -26,8 +26,9 @@ class Snapshot:
 
     @property
     def value(self) -> int:
-        """The tokens that it saves beyond the snapshot before it, and more if it was used often and
-        lately. All snapshots of a model take the same memory."""
+        """What it is worth to keep: ``floor + saved * (1 + uses)``, where `saved` are the tokens
+        between the snapshot `before` and this one. The product of a spare snapshot is divided by
+        `SPARE`. All snapshots of a model take the same memory."""
         saved = self.position - (0 if self.before is None else self.before.position)
         saved *= 1 + self.uses
         return self.floor + (saved // SPARE if self.is_spare else saved)
@@ -59,17 +60,17 @@ class Snapshots:
     def __contains__(self, block: int) -> bool:
         return block in self._runs
 
-    def has_place(self, snapshot: Snapshot) -> bool:
-        """Whether there is room for a new snapshot, or one of no more value; a spare one does not
-        replace its equal."""
+    def has_room(self, snapshot: Snapshot) -> bool:
+        """Whether `snapshot` would be kept: there are fewer than `max_snapshots`, or the value of
+        `snapshot` is at least the least value of a kept one, plus 1 if `snapshot` is spare."""
         snapshot.floor = self._floor
         if len(self) < self.max_snapshots:
             return True
         return snapshot.value >= self._by_key[self._least].value + snapshot.is_spare
 
     def add(self, block: int, run: int, snapshot: Snapshot) -> bool:
-        """Keep a snapshot after the first `run` tokens of `block`; returns whether it was kept: its
-        state is then released when it is dropped."""
+        """Keep a snapshot after the first `run` tokens of `block`. Returns whether it is kept. The
+        state of a kept snapshot is released when the snapshot is dropped."""
         key = (block, run)
         known = self._by_key.get(key)
         if known is not None:
@@ -77,7 +78,7 @@ class Snapshots:
             return False
         while snapshot.before is not None and snapshot.before.key is None:
             snapshot.before = snapshot.before.before
-        if not self.has_place(snapshot):
+        if not self.has_room(snapshot):
             self._floor = max(self._floor, snapshot.value)
             return False
         self._keep(key, snapshot)
@@ -119,7 +120,8 @@ class Snapshots:
             self._discard((block, run))
 
     def check_integrity(self, num_tokens: Mapping[int, int], block_size: int) -> None:
-        """Assert that every snapshot is in a known block, one of those in `num_tokens`."""
+        """Assert that every snapshot is in a known block. `num_tokens` has the known blocks, and
+        how many tokens each of them holds."""
         keys = {(block, run) for block, runs in self._runs.items() for run in runs}
         assert keys == self._by_key.keys(), "a snapshot is lost, or left behind"
         assert all(self._runs.values()) and len(self) <= self.max_snapshots, "too many snapshots"

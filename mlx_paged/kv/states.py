@@ -231,9 +231,9 @@ class StateIds:
             self._forget_sure(states)
 
     def offer(self, states: SequenceStates, keep: Keep) -> None:
-        """Offer snapshots to the prefix cache by `keep`: those that are planned, and for the second
-        time those that were offered before. The second offer of a kept snapshot is a use, because
-        the sequence has gone on from the snapshot; others have another chance."""
+        """Offer the planned snapshots to the prefix cache, and for the second time the snapshots of
+        the offer before. The second offer of a kept snapshot counts as a use, because the sequence
+        has gone on from there. A snapshot that was not kept gets another chance."""
         if not states.planned and not states.offered:
             return
         before, states.offered, states.planned = states.offered, states.planned, []

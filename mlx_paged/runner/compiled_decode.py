@@ -215,7 +215,7 @@ class CompiledDecode:
         return self._unshared[count]
 
     def trace(self) -> None:
-        """Trace the buckets for the current stream, those of few rows first, until this has cost
+        """Trace the buckets for the current stream, buckets of few rows first, until this has cost
         MOST_TRACE_SECONDS or MOST_TRACE_BYTES. Nothing is evaluated."""
         before, handles, states = resident_bytes(), self._pool.handles(), self._states.loaded
         seconds = self.traces.seconds

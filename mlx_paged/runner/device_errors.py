@@ -31,7 +31,7 @@ def note_errors_on(runner: Marked) -> None:
 
 
 def noted(error: Exception) -> Exception:
-    """An error. If it is a new one of the device, it is noted on everyone."""
+    """What to raise for `error`. A new error of the device is noted on all runners."""
     global _latest
     if not ops.is_device_error(error) or isinstance(error, DeviceError):
         return error

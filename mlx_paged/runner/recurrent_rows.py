@@ -43,7 +43,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """The row after its last one."""
+        """The row after the last row of the run."""
         return self.first + self.count * self.stops[-1]
 
     def rows_of(self, value: mx.array, start: int, stop: int) -> mx.array:
@@ -56,11 +56,11 @@ class Run:
         return rows.reshape(self.count, length, *rows.shape[2:])[:, start:stop]
 
 
-class _Forward(local):
-    """Each thread's forward: its runs, and the place of each recurrent cache, by the cache's id."""
+class _OfThread(local):
+    """Each thread's runs, and the index of each recurrent cache, by the cache's id."""
 
     runs: Sequence[Run] = ()
-    places: Mapping[int, int] = {}
+    indices: Mapping[int, int] = {}
 
 
 class RecurrentRows:
@@ -74,7 +74,7 @@ class RecurrentRows:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._forward = _Forward()
+        self._of_thread = _OfThread()
         self._known = WeakValueDictionary[int, nn.Module]()  # by id
 
     @classmethod
@@ -93,31 +93,31 @@ class RecurrentRows:
     def computing(self, runs: Sequence[Run], caches: Sequence[ArraysCache]) -> Iterator[None]:
         """Within this context a diverted module that is given one of the model's `caches` uses the
         runs' caches instead. The runs cover all rows, in order."""
-        forward = self._forward
-        places = {id(cache): place for place, cache in enumerate(caches)}
-        forward.runs, forward.places = runs, places
+        own = self._of_thread
+        indices = {id(cache): index for index, cache in enumerate(caches)}
+        own.runs, own.indices = runs, indices
         try:
             yield
         finally:
-            forward.runs, forward.places = (), {}
+            own.runs, own.indices = (), {}
 
     def _call(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward
-        runs, forward.runs = forward.runs, ()  # modules within this one take what it gives them
+        own = self._of_thread
+        runs, own.runs = own.runs, ()  # modules within this one take what it gives them
         try:
             if not runs:
                 return module(*args, **kwargs)
-            more = forward.places, runs[-1].stop, args, kwargs
+            more = own.indices, runs[-1].stop, args, kwargs
             found = [_computed(module, run, *more) for run in runs]
             return found[0] if len(found) == 1 else tree_map(_joined(0), *found)
         finally:
-            forward.runs = runs
+            own.runs = runs
 
 
 def _computed(
     module: Callable[..., Any],
     run: Run,
-    places: Mapping[int, int],
+    indices: Mapping[int, int],
     num_rows: int,
     args: Any,
     kwargs: Any,
@@ -128,19 +128,19 @@ def _computed(
     for after, stop in zip(run.after, run.stops, strict=True):
 
         def own(value: Any, start: int = start, stop: int = stop) -> Any:
-            if id(value) in places:
-                place = places[id(value)]
-                before[place] = list(run.caches[place].cache)
-                return run.caches[place]
+            if id(value) in indices:
+                index = indices[id(value)]
+                before[index] = list(run.caches[index].cache)
+                return run.caches[index]
             is_rows = isinstance(value, mx.array) and value.shape[:2] in shapes
             return run.rows_of(value, start, stop) if is_rows else value
 
         given, named = tree_map(own, (args, kwargs))
         found.append(module(*given, **named))
-        for place, old in before.items():  # modules may share a cache
-            for index, state in enumerate(run.caches[place].cache):
-                if state is not old[index]:
-                    after[place][index] = state
+        for index, old in before.items():  # modules may share a cache
+            for i, state in enumerate(run.caches[index].cache):
+                if state is not old[i]:
+                    after[index][i] = state
         start = stop
     joined = found[0] if len(found) == 1 else tree_map(_joined(1), *found)
     return tree_map(lambda rows: rows.reshape(-1, 1, *rows.shape[2:]), joined)

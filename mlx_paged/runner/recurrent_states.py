@@ -96,9 +96,9 @@ class RecurrentStates:
     def load(self, state_ids: Sequence[int], padding: int = 0) -> None:
         """Put these states into the model's caches, with rows of padding behind them, whose values
         mean nothing."""
-        places = [*map(self._at, state_ids)]
+        rows_of = [*map(self._at, state_ids)]
         used: dict[_Joined, list[int]] = {}
-        for joined, row in places:
+        for joined, row in rows_of:
             used.setdefault(joined, []).append(row)
         parts, before, count = list[slice](), dict[_Joined, int](), 0
         for joined, rows in used.items():
@@ -106,7 +106,7 @@ class RecurrentStates:
             before[joined] = count - part.start
             count += part.stop - part.start
             parts.append(part)
-        order = [before[joined] + row for joined, row in places]
+        order = [before[joined] + row for joined, row in rows_of]
         order += [min(row, count - 1) for row in range(len(order), len(order) + padding)]
         index = None if order == [*range(count)] else mx.array(order, mx.int32)
         for cache, *layer in zip(self.caches, *[joined.states for joined in used], strict=True):
