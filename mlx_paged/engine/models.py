@@ -195,5 +195,6 @@ def _scheduler(
         open_tier=open_tier,
         few_sizes=gpu_memory() is not None,
         alone_chunk=pooled.longest_chunk,
+        bound=pooled.command_bound,
         scores=models.rank_stats is None,
     )

@@ -2,7 +2,8 @@
 
 They take the validated arguments of ``mlx_paged._ext`` and compute the same; dimension letters as
 in ``mlx_paged.ops.paged``. Attention gathers all K/V of a batch. A write is a scatter: MLX copies
-the pool if an old handle or a pending read still holds it. They run on the default stream.
+the pool if an old handle or a pending read still holds it (see :func:`scattered`).
+They run on the default stream.
 """
 
 import mlx.core as mx

@@ -25,11 +25,13 @@ from mlx_paged.kv.memory import (
     most_blocks,
     num_blocks_for,
     promise,
+    working_set,
 )
 from mlx_paged.kv.pool import KVPool, are_written_in_place, planned_block_bytes
 from mlx_paged.options import PoolConfig
 from mlx_paged.request import Request
 from mlx_paged.runner.layer_states import StateMemory
+from mlx_paged.runner.layer_work import command_bound
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.positions import positions_of
@@ -138,6 +140,7 @@ class PooledModel:
 
     Attributes:
         traces: of the compiled decodes; None: decodes are not compiled.
+        command_bound: bounds the chunks of steps by what a command of a GPU takes; None: no Mac's.
         longest_chunk: prompt tokens of a step at most, if nothing else runs or waits.
         limits: of MLX's memory, held while the pool lives; None on a CPU.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
@@ -179,6 +182,10 @@ class PooledModel:
             cpu_linear=config.cpu_linear,
             cascade=config.cascade,
         )
+        # Of the GPU's commands; Metal's are ended if they take long.
+        self.command_bound = None
+        if working_set() is not None:
+            self.command_bound = command_bound(measured.model, self.profile)
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
         self.refused_kernels = ops.refused

@@ -48,7 +48,7 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
             vocab = max(vocab, weight.shape[0])
             continue
         is_switch = isinstance(layer, SwitchLinear | QuantizedSwitchLinear)
-        widths += weight.shape[-2] * (_experts(model) if is_switch else 1)
+        widths += weight.shape[-2] * (experts(model) if is_switch else 1)
     shapes = [shape for shape in profile.shapes if shape is not None]
     item = max((shape.dtype.size for shape in shapes), default=4)
     gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
@@ -73,7 +73,7 @@ def partial_bytes(profile: ModelProfile, chunk: int, num_decodes: int) -> int:
     return max(found)
 
 
-def _experts(model: nn.Module) -> int:
+def experts(model: nn.Module) -> int:
     """How many experts compute a token."""
     args: Any = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}

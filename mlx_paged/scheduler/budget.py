@@ -1,6 +1,7 @@
 """How many prompt tokens a step computes besides its decodes. Knows no mlx."""
 
 from mlx_paged.request import Request
+from mlx_paged.scheduler.command_bound import CommandBound
 from mlx_paged.scheduler.cost_model import CostModel
 from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.step import Span, StepWork
@@ -37,6 +38,7 @@ class ChunkBudget:
         max_stall: float | None,
         learns: bool = False,  # whether others than the bound need predictions
         few_sizes: bool = False,  # whether chunks are rounded: few numbers of rows occur
+        bound: CommandBound | None = None,  # of a GPU's commands; None: there is none
     ) -> None:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
@@ -44,6 +46,7 @@ class ChunkBudget:
         # Whether anyone needs `cost` to follow the times of steps.
         self.learns = learns or max_stall is not None
         self.few_sizes = few_sizes
+        self._bound = bound
         self.pauses = False  # whether it does so for a stall bound only
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -73,13 +76,17 @@ class ChunkBudget:
         wanted = min(request.num_pending, limit - planning.work.chunk_tokens)
         if request.prompt_logprobs is not None:
             wanted = _scorable(planning, request, wanted)
+        least = max(0, MIN_CHUNK - planning.work.chunk_tokens)
+        if self._bound is not None and wanted > least:
+            of_request = planning.work, request.num_computed, wanted, least
+            wanted = self._bound.chunk_within(*of_request)
         if self.max_stall is not None and planning.work.decode_rows > 0 and wanted > 0:
             wanted = self.cost.chunk_within(
                 self.max_stall,
                 planning.work,
                 start=request.num_computed,
                 wanted=wanted,
-                minimum=max(0, MIN_CHUNK - planning.work.chunk_tokens),
+                minimum=least,
             )
         return self._evened(planning, request, wanted)
 

@@ -11,6 +11,7 @@ from mlx_paged.kv.prefix_match import MissReason, PrefixMatch
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
+from mlx_paged.scheduler.command_bound import CommandBound
 from mlx_paged.scheduler.levels import Levels
 from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.policies import choose_preempted
@@ -84,6 +85,7 @@ class Scheduler(Places):
         few_sizes: bool = False,  # whether chunks are rounded: few numbers of rows occur
         # Prompt tokens of a step at most if no other request runs or waits; 0: `prefill_chunk`.
         alone_chunk: int = 0,
+        bound: CommandBound | None = None,  # of the commands of a GPU
         # Opens the tier, if prefixes are shared.
         open_tier: Callable[[PredictSeconds], Tier] | None = None,
         # The others are those of :class:`Places`.
@@ -106,7 +108,7 @@ class Scheduler(Places):
         )
         self.has_tier = open_tier is not None and self.prefix_cache
         learns = drafter is not None or self.has_tier
-        self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes)
+        self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes, bound)
         self._alone_chunk = alone_chunk
         self.speculation: Speculation | None = None
         if drafter is not None:
