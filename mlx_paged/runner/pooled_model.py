@@ -69,7 +69,8 @@ class MeasuredModel:
     states: StateMemory
     num_blocks: int  # of the pool; `plan.width` of them hold a block of all layers
     bound: str  # of the pool
-    kernel_seconds: float | None = None  # that compiling took; None: nothing was compiled
+    has_compiled: bool = False  # whether the GPU's pipelines are there
+    kernel_seconds: float | None = None  # that this took
 
     @classmethod
     def of(
@@ -110,7 +111,7 @@ class MeasuredModel:
             needs = _needs(model, plan, config)
             num_blocks, bound = default_blocks(int(own / share), needs, others)
             num_blocks = min(num_blocks, most_blocks(plan, block_size))
-        return cls(model, config, profile, plan, states, num_blocks, bound, seconds)
+        return cls(model, config, profile, plan, states, num_blocks, bound, compiles, seconds)
 
     @property
     def budget(self) -> MemoryBudget:
@@ -164,7 +165,7 @@ class PooledModel:
             self.longest_chunk,
             measured.states.kind(),
         )
-        self._kernel_seconds = measured.kernel_seconds
+        self._has_compiled, self._kernel_seconds = measured.has_compiled, measured.kernel_seconds
         self._budget = measured.budget
         cache = self._budget.cache
         self.limits = None if cache is None else HeldLimits(cache, is_wired(config.wired))
@@ -207,7 +208,7 @@ class PooledModel:
         pipelines."""
         if self.prewarm_seconds is None:
             seconds = self._kernel_seconds
-            if seconds is None:
+            if not self._has_compiled:
                 seconds = _compiled([self.profile], self.config)
             if seconds is not None and not self.runner.begins_each:
                 started = time.perf_counter()
