@@ -143,8 +143,9 @@ WORTH_SKIPPING = 16
 """Skipping the last layer of fewer tokens saves less time than a second call of it costs."""
 
 
-class _Forward(local):
-    """Each thread's forward: its tokens, each a row, and what happens before both calls."""
+class _OfThread(local):
+    """The tokens of each thread's forward, each a row, and what happens before both calls of the
+    layer."""
 
     num_tokens: int | None = None
     store_only: Callable[[], None]
@@ -162,7 +163,7 @@ class LastLayer:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._forward = _Forward()
+        self._of_thread = _OfThread()
         self._logit_rows = LogitRows.of(model)
         layers = getattr(model, "layers", None)
         if isinstance(layers, list) and layers and isinstance(layers[-1], nn.Module):
@@ -179,20 +180,20 @@ class LastLayer:
     ) -> Iterator[None]:
         """Within this context the last layer computes only the rows that :class:`LogitRows` is told
         to compute, of `num_tokens`. The other arguments prepare the caches for the two calls."""
-        forward = self._forward
-        forward.num_tokens = num_tokens
-        forward.store_only, forward.attend_only = store_only, attend_only
+        own = self._of_thread
+        own.num_tokens = num_tokens
+        own.store_only, own.attend_only = store_only, attend_only
         try:
             yield
         finally:  # the caches keep an engine's pool alive, and the model keeps this object
-            forward.num_tokens = None
-            del forward.store_only, forward.attend_only
+            own.num_tokens = None
+            del own.store_only, own.attend_only
 
     def _call(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        forward = self._forward
-        if not args or args[0].shape[0] != forward.num_tokens:
+        own = self._of_thread
+        if not args or args[0].shape[0] != own.num_tokens:
             return layer(*args, **kwargs)
-        forward.store_only()
+        own.store_only()
         layer(*args, **kwargs)
-        forward.attend_only()
+        own.attend_only()
         return layer(self._logit_rows.take(args[0]), *args[1:], **kwargs)
