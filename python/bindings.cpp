@@ -89,6 +89,10 @@ ops fused. Fused ops round differently, and on a CPU they need a C++ compiler.)"
 constexpr const char* kHasValuesDoc =
     R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
 
+constexpr const char* kArraysInDoc =
+    R"(The arrays in nested dicts, lists and tuples, in order, and a number of the dicts' keys and of
+the others' lengths.)";
+
 constexpr const char* kAreOneDoc =
     R"(Whether two arrays of Python are one array of MLX. An array that is changed in place becomes
 another one.)";
@@ -200,6 +204,31 @@ nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
   return found;
 }
 
+// Adds the arrays of nested dicts, lists and tuples to `arrays`, and the keys to `keys`.
+void add_arrays(nb::handle tree, nb::list& arrays, size_t& keys) {
+  if (nb::isinstance<mx::array>(tree)) {
+    arrays.append(tree);
+  } else if (PyDict_Check(tree.ptr())) {
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(tree.ptr(), &at, &key, &value) != 0;) {
+      keys = keys * 31 + static_cast<size_t>(nb::hash(nb::handle(key)));
+      add_arrays(value, arrays, keys);
+    }
+  } else if (PyList_Check(tree.ptr()) || PyTuple_Check(tree.ptr())) {
+    keys = keys * 31 + nb::len(tree);
+    for (const nb::handle value : tree) {
+      add_arrays(value, arrays, keys);
+    }
+  }
+}
+
+std::pair<nb::list, int64_t> arrays_in(nb::handle tree) {
+  nb::list arrays;
+  size_t keys = 0;
+  add_arrays(tree, arrays, keys);
+  return {arrays, static_cast<int64_t>(keys >> 2)};
+}
+
 }  // namespace
 
 NB_MODULE(_ext, m) {
@@ -248,6 +277,7 @@ NB_MODULE(_ext, m) {
   m.def(
       "are_one", [](const mx::array& a, const mx::array& b) { return a.id() == b.id(); }, "a"_a,
       "b"_a, kAreOneDoc);
+  m.def("arrays_in", &arrays_in, "tree"_a, kArraysInDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def(
       "keep_compiled",

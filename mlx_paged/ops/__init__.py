@@ -7,6 +7,7 @@ from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,
     append_kv as append_kv,
     are_one as are_one,
+    arrays_in as arrays_in,
     clear_compiled as clear_compiled,
     cpu_features as cpu_features,
     gather_blocks as gather_blocks,

@@ -13,7 +13,7 @@ from weakref import WeakMethod
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
@@ -77,6 +77,12 @@ def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
         return found(*args)
 
     return call
+
+
+def _with_arrays(tree: Any, arrays: Arrays) -> Any:
+    """The tree with these arrays in the place of its own, in the order of ``ops.arrays_in``."""
+    given = iter(arrays)
+    return tree_map(lambda leaf: next(given) if isinstance(leaf, mx.array) else leaf, tree)
 
 
 class _NotBuiltError(Exception):
@@ -337,8 +343,9 @@ class CompiledDecode:
         function, handles = self._functions[key], self._pool.handles()
         states = self._states.loaded if self._has_states else []
         assert function is not None
+        parameters = ops.arrays_in(self._model.state)
         try:
-            return function(arrays, handles, states, self._model.state)
+            return function(arrays, handles, states, *parameters)
         except _NotBuiltError:
             self._functions[key] = function = mx.compile(weakly(self._traced))
             self._plain(arrays)
@@ -346,12 +353,12 @@ class CompiledDecode:
             self._states.loaded = states
         self._is_built = True
         try:
-            return function(arrays, handles, states, self._model.state)
+            return function(arrays, handles, states, *parameters)
         finally:
             self._is_built = False
 
     def _traced(
-        self, arrays: Arrays, handles: Arrays, states: States, state: dict[str, Any]
+        self, arrays: Arrays, handles: Arrays, states: States, parameters: Arrays, _: int
     ) -> Results:
         """Scores, new handles and new states. ``mx.compile`` calls this for each trace; where the
         user disabled it, for each step, with real arrays."""
@@ -361,11 +368,10 @@ class CompiledDecode:
         self.traces.count += is_trace
         own_states, self._states.loaded = self._states.loaded, states
         if is_trace:
-            leaves = (leaf for _, leaf in tree_flatten([arrays, handles, states, state]))
-            ops.keep_compiled([leaf for leaf in leaves if isinstance(leaf, mx.array)])
+            ops.keep_compiled(ops.arrays_in((arrays, handles, states, parameters))[0])
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
-        self._model.update(state, strict=False)
+        self._model.update(_with_arrays(self._model.state, parameters), strict=False)
         try:
             found = self._plain(arrays), self._pool.handles(), self._states.loaded
             if is_trace and self._gathered and self._pool.in_place:

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_paged import Engine
+from mlx_paged import Engine, ops
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.engine.service import EngineService
 from mlx_paged.runner import compiled_decode
@@ -126,6 +126,21 @@ def test_new_parameters_need_no_trace_and_new_layers_do():
     for plain, compiled in (first, second, third):
         assert plain == compiled
     assert first[0] != second[0] != third[0]
+
+
+def test_parameters_are_given_in_the_order_of_the_tree():
+    model = build("llama")
+    found, keys = ops.arrays_in(model.state)
+    expected = [leaf for _, leaf in tree_flatten(model.state) if isinstance(leaf, mx.array)]
+    assert len(found) == len(expected) > 20
+    assert all(a is b for a, b in zip(found, expected, strict=True))
+    assert ops.arrays_in(model.state)[1] == keys
+    layer = model.model.layers[1].self_attn
+    layer["renamed"] = layer.pop("o_proj")
+    assert ops.arrays_in(model.state)[1] != keys
+    trees = ({"a": (x := mx.ones(1), [x])}, {"a": ((x, x), [])}, {"b": (x, [x])})
+    numbers = {ops.arrays_in(tree)[1] for tree in trees}
+    assert len(numbers) == len(trees) and ops.arrays_in((x, [], {}, None, 3))[0] == [x]
 
 
 def test_quantized_layers_are_traced_again():

@@ -199,8 +199,8 @@ def test_a_lost_state_is_noticed(monkeypatch):
     """By the check of one token, when the engine is made."""
     traced = CompiledDecode._traced
 
-    def forget(self, arrays, handles, states, state):
-        scores, handles, _ = traced(self, arrays, handles, states, state)
+    def forget(self, arrays, handles, states, *parameters):
+        scores, handles, _ = traced(self, arrays, handles, states, *parameters)
         return scores, handles, states
 
     monkeypatch.setattr(CompiledDecode, "_traced", forget)
