@@ -360,6 +360,9 @@ class TestTheBound:
     def test_is_part_of_the_memory_that_the_pool_takes_by_default(self, jamba, monkeypatch):
         limit = 4 << 20
         monkeypatch.setattr("mlx_paged.kv.memory.HOST_LIMIT", limit)
+        monkeypatch.setattr("mlx_paged.runner.pooled_model.positions_of", lambda model: None)
+        monkeypatch.setattr("mlx_paged.kv.default_pool.USUAL_TOKENS", 1 << 24)
+        monkeypatch.setattr("mlx_paged.kv.default_pool.LONG_PROMPT", 64)
         for max_running, share in ((4, 0.0), (1000, 0.25)):
             engine = Engine(jamba, block_size=BLOCK, max_running=max_running)
             pool = engine.manager.pool

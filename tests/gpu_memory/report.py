@@ -98,18 +98,19 @@ def main() -> None:
     parser.add_argument("--working-set", type=float, default=28.99, metavar="GB")
     parser.add_argument("--model", choices=[*MODELS], nargs="*", default=[*MODELS])
     args = parser.parse_args()
-    limits = NO_LIMIT, int(CACHE_SHARE * args.working_set * GB)
+    tenth = int(CACHE_SHARE * args.working_set * GB)
     print("|", " | ".join(COLUMNS), "|")
     for name in args.model:
         model = made(name, args.layers)
         step = promised(model)
+        limits = NO_LIMIT, max(tenth, step)
         for workload in WORKLOADS:
             for is_few in (False, True):
                 options = {"few_sizes": is_few, "even_lengths": is_few}
                 found = replayed(model, workload, args.steps, limits, **options)
                 for limit, each in zip(limits, found, strict=True):
                     sizes = each.mapped, each.reused, each.peak_cached, each.peak_active, each.peak
-                    kind = "few" if is_few else "any", "a tenth" if limit < NO_LIMIT else "none"
+                    kind = "few" if is_few else "any", "default" if limit < NO_LIMIT else "none"
                     new = f"{each.num_new / args.steps:.0f}"
                     sizes_in_gb = (f"{size / GB:.1f}" for size in (*sizes, step))
                     row = name, workload, *kind, new, *sizes_in_gb
