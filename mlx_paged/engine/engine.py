@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mlx_paged.arguments import is_whole, require, shown, suggesting
 from mlx_paged.engine.chats import Chat, ChatPrompt, Chats, Reader, chat_list
 from mlx_paged.engine.core import EngineCore
+from mlx_paged.engine.memory_watch import watch_memory
 from mlx_paged.engine.models import EngineParts, with_detokenizer
 from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import PromptLike, Tokenizer, prompt_list
@@ -201,8 +202,8 @@ class Engine(EngineCore):
         )
         self._encode.positions = positions_of(model)
         self.prewarm = config.prewarm
-        # The last attribute, because an object's attributes die in their order: MLX's limits are
-        # restored after the arrays of a step under way are gone.
+        watch_memory(self._pipeline, parts, self._requests.values)
+        # The last attribute: MLX's limits are restored after the arrays of a step are gone.
         self._holders = [each.holder for each in parts.models.limits]
 
     @exclusive
@@ -482,8 +483,7 @@ class Engine(EngineCore):
             while self._pipeline.copy_when_idle():
                 pass
             self.scheduler.leave_tier()
-        limits = self._models.limits
-        if any(each.release.alive for each in limits):
+        if limits := [each for each in self._models.limits if each.release.alive]:
             try:
                 with telling_errors():
                     mx.synchronize(stream)
@@ -493,8 +493,8 @@ class Engine(EngineCore):
 
     @exclusive
     def copy_when_idle(self) -> bool:
-        """Copy some cached blocks to `kv_disk` when idle; whether to call this again."""
+        """Do what waits for a pause, copy blocks to `kv_disk`; whether to call this again."""
         if self.has_work:
             return False
         self._settle()  # a step may be under way for requests that ended
-        return self._pipeline.copy_when_idle()
+        return self._pipeline.rest() or self._pipeline.copy_when_idle()

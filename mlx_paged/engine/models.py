@@ -80,6 +80,19 @@ class EngineModels:
         return [self.pooled, *([drafter.pooled] if isinstance(drafter, DraftModel) else [])]
 
     @property
+    def resizable(self) -> ModelRunner | None:
+        """The runner whose pool may change its size; None: other ranks would not follow, or the
+        pool takes no memory."""
+        pooled = self.pooled
+        return pooled.runner if self.rank_stats is None and pooled.pool.block_bytes else None
+
+    @property
+    def beside(self) -> list[Callable[[int], None]]:
+        """What follows a new size of the model's pool."""
+        drafter, width = self.drafter, self.pooled.plan.width
+        return [lambda n: drafter.resize(n // width)] if isinstance(drafter, DraftModel) else []
+
+    @property
     def limits(self) -> list[HeldLimits]:
         """The limits of MLX's memory that the pools of both models hold."""
         return [each.limits for each in self.both if each.limits is not None]

@@ -1,12 +1,13 @@
 """Launches each step while the device still computes the step before. Knows no mlx."""
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Generic, NamedTuple
+from typing import Generic, NamedTuple, Protocol
 
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.metrics.recorder import GcPauses
@@ -23,8 +24,36 @@ from mlx_paged.scheduler.step import (
     UnknownEndError,
 )
 
+LOGGER = logging.getLogger(__name__)
+
 MAX_FAULTS = 3  # failed steps of a request before it ends, if none shows that it is the cause
 MOST_FORCED = 256  # forced tokens that a request gets at once, so that its reader's inbox has room
+
+
+class Pause(Protocol):
+    """What is done between two steps while none is under way."""
+
+    def is_due(self) -> bool:
+        """Whether :meth:`run` has something to do. Called before each step."""
+
+    def run(self) -> None:
+        """Do it, while no step is under way."""
+
+    def rest(self) -> None:
+        """There is no step to compute at present. Called again and again meanwhile."""
+
+
+class NoPause:
+    """Nothing is done between steps."""
+
+    def is_due(self) -> bool:
+        return False
+
+    def run(self) -> None:
+        pass
+
+    def rest(self) -> None:
+        pass
 
 
 class _Copies(NamedTuple):
@@ -71,6 +100,7 @@ class StepPipeline(Generic[LaunchedT]):
         self._pauses = pauses
         self.observers = observers
         self.fast_forward = fast_forward
+        self.pause: Pause = NoPause()  # keeps a step from being launched ahead now and then
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._last: dict[int, SampledToken] = {}  # choice of each request, if there are drafts
 
@@ -83,10 +113,13 @@ class StepPipeline(Generic[LaunchedT]):
         result's fault, not raised: the caller uses the choices, then calls :meth:`recover`."""
         result = StepResult()
         current, self._under_way = self._under_way, None
+        pauses = self.pause.is_due()
         if current is None:
+            if pauses and not self._paused(self.pause.run, result):
+                return result
             current = self._launch(None, result)
         if current is not None:
-            if ahead and not current.step.is_read_first:
+            if ahead and not (pauses or current.step.is_read_first):
                 self._under_way = self._launch(current, result)
             self._collect(current, result)
         result.ready = self._now()
@@ -202,6 +235,23 @@ class StepPipeline(Generic[LaunchedT]):
     def _now(self) -> float:
         """Seconds without the garbage collector's."""
         return self._pauses.clock() - self._pauses.seconds
+
+    def rest(self) -> bool:
+        """There is nothing to compute at present. Returns whether something failed."""
+        result = StepResult()
+        if self.busy or self._paused(self.pause.rest, result) or result.fault is None:
+            return False
+        self.recover(result.fault)
+        return True
+
+    def _paused(self, act: Callable[[], None], result: StepResult) -> bool:
+        """Do what waits for a pause; returns whether nothing failed."""
+        try:
+            act()
+        except Exception as error:  # of no request; any of the K/V may be wrong
+            LOGGER.exception("what is done between steps has failed")
+            result.fault = Fault([], error)
+        return result.fault is None
 
     def copy_when_idle(self) -> bool:
         """Copy some blocks out of the pool, unless a step is under way; whether there are more."""

@@ -28,6 +28,9 @@ T = TypeVar("T")
 MOST_DEVICE_FAULTS = 10
 """A service fails after so many steps that the device failed in, without a token between them."""
 
+LOOK_EVERY_S = 5.0
+"""Seconds after which an engine without work looks at the system's memory."""
+
 _idle_streams: list[mx.Stream] = []  # of services that have ended
 
 
@@ -231,11 +234,14 @@ class EngineService:
             self._listeners.remove(self._fail)
 
     def _answer_calls(self) -> None:
-        """Answer all calls since the last step; without work, sleep until the next call."""
+        """Answer all calls since the last step; without work, sleep until the next call, or until
+        the system's memory is to be looked at."""
         while self._calls.empty() and self._engine.copy_when_idle():
             pass
         if not self._engine.has_work:
-            self._calls.get().answer(self._engine)
+            is_watched = self._engine.stats.pressure is not None
+            with suppress(Empty):
+                self._calls.get(timeout=LOOK_EVERY_S if is_watched else None).answer(self._engine)
         with suppress(Empty):  # an error of the engine may have refused the others
             for _ in range(self._calls.qsize()):  # those that come meanwhile wait for the next step
                 self._calls.get_nowait().answer(self._engine)

@@ -72,6 +72,9 @@ class NoStates:
     def leave(self, held: None, keep: Keep) -> None:
         pass
 
+    def forget_kept(self) -> bool:
+        return False
+
     def check_integrity(self, of_sequences: Iterable[None]) -> None:
         pass
 
@@ -403,9 +406,11 @@ class BlockAllocator:
         self.num_blocks = num_blocks
 
     def compact(self, num_blocks: int) -> Int32Array:
-        """Shrink to `num_blocks`. Held blocks become the first ones; returns what they were."""
+        """Shrink to `num_blocks`, which the held blocks fit in, while no copy is pending. Held
+        blocks, and idle ones as far as they fit, become the first ones; returns what they were."""
         kept = self.store.compact(num_blocks)
         self.block_tables.renumber(kept)
+        self.prefixes.renumber({old: new for new, old in enumerate(kept.tolist())})
         self.num_blocks = num_blocks
         return kept
 

@@ -144,16 +144,27 @@ class BlockStore:
         self._blocks = [np.pad(blocks, ((0, 0), (0, num_more))) for blocks in self._blocks]
 
     def compact(self, num_blocks: int) -> Int32Array:
-        """Shrink to `num_blocks`. Held blocks become the first blocks, in order; returns the old
-        number of each. Only where an entry is one block, no content is cached, no copy pending."""
-        assert not self.origins and not self.idle and set(self._widths) == {1}
-        kept: Int32Array = np.flatnonzero(self.counts).astype(np.int32)
+        """Shrink to `num_blocks`, which the held blocks fit in, while no copy is pending. Idle
+        entries are evicted until the others fit, the ones unused longest first. The blocks that are
+        left become the first ones, in order; returns the old number of each. The caller renumbers
+        the prefix caches."""
+        assert not self.origins
+        while len(self.counts) - len(self.free) > num_blocks:
+            self.free += self._evict(next(iter(self.idle)))
+        is_free = np.zeros(len(self.counts), np.bool_)
+        is_free[self.free] = True
+        kept: Int32Array = np.flatnonzero(~is_free).astype(np.int32)
         num_free = num_blocks - len(kept)
-        assert num_free >= 0
+        numbers = np.zeros(len(self.counts), np.int32)
+        numbers[kept] = np.arange(len(kept))
         self.counts = [self.counts[block] for block in kept] + [0] * num_free
         self.free = list(range(num_blocks - 1, len(kept) - 1, -1))
         self._group_of = [self._group_of[block] for block in kept] + [0] * num_free
-        self._blocks = [np.zeros((0, num_blocks), np.int32) for _ in self._blocks]
+        more = (0, 0), (0, num_free)
+        self._blocks = [np.pad(numbers[blocks[:, kept]], more) for blocks in self._blocks]
+        idle = [int(numbers[entry]) for entry in self.idle]
+        self.idle.clear()  # the prefix caches have this one
+        self.idle.update(dict.fromkeys(idle))
         return kept
 
     def require(self, needed: int, available: int | None = None) -> None:

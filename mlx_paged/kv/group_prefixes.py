@@ -1,7 +1,7 @@
 """The prefix caches of all layer groups together. Knows no mlx."""
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
@@ -181,6 +181,16 @@ class GroupPrefixes:
             block = int(self._tables.row(sequence.row, group)[last])
             prefixes.register(block, sequence.prefix_hash(last), content)
         sequence.private_stop = 0
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Block i is block ``numbers[i]`` from here on; blocks without a number are known no
+        more."""
+        for prefixes in self._store.prefixes:
+            prefixes.renumber(numbers)
+        if self.fresh is not None:
+            known = [(g, numbers[block], key) for g, block, key in self.fresh if block in numbers]
+            self.fresh.clear()
+            self.fresh.extend(known)
 
     def keep(self, sequence: SequenceBlocks, tokens: Sequence[int], checkpoint: Checkpoint) -> bool:
         """Let prefixes end at a checkpoint of the sequence, if its block is known and has none at

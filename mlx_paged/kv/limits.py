@@ -26,42 +26,69 @@ class _Limits:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._asked: list[tuple[int, bool]] = []  # a cache limit, and whether to wire
+        self._asked: dict[int, tuple[int, bool]] = {}  # a cache limit, and whether to wire
+        self._resting = set[int]()  # those of them that compute nothing at present
+        self._num_holders = 0
         self._cache = 0  # the limit that is set, while `_before` is
         self._before: int | None = None  # the cache limit to restore
         self._wired: tuple[int, int] | None = None  # the wired limit that is set; that before it
 
-    def hold(self, cache: int, wired: bool) -> int:
-        """The limit that `cache` gets by itself."""
+    def hold(self, cache: int, wired: bool) -> tuple[int, int]:
+        """The number of a new holder, and the limit that `cache` gets by itself."""
         with self._lock:
-            self._asked.append((cache, wired))
+            self._num_holders += 1
+            self._asked[holder := self._num_holders] = cache, wired
             if self._before is None:
                 self._cache = cache
                 self._before = mx.set_cache_limit(cache)
             self._follow()
-            if wired and self._wired is None and (size := working_set()) is not None:
-                self._wired = size, mx.set_wired_limit(size)
-            return min(cache, self._before)
+            self._wire()
+            return holder, min(cache, self._before)
 
-    def release(self, cache: int, wired: bool) -> None:
+    def rest(self, holder: int, rests: bool) -> None:
+        """Whether a holder computes nothing at present, so that nothing is wired for it."""
         with self._lock:
-            self._asked.remove((cache, wired))
+            if holder not in self._asked:
+                return
+            (self._resting.add if rests else self._resting.discard)(holder)
+            self._wire()
+            if self._wired is not None and not self._wires:
+                mx.synchronize()
+                self._unwire()
+
+    @property
+    def _wires(self) -> bool:
+        """Whether a holder that computes wants memory wired."""
+        return any(wired for each, (_, wired) in self._asked.items() if each not in self._resting)
+
+    def _wire(self) -> None:
+        if self._wires and self._wired is None and (size := working_set()) is not None:
+            self._wired = size, mx.set_wired_limit(size)
+
+    def _unwire(self) -> None:
+        if self._wired is None:
+            return
+        (ours, others), self._wired = self._wired, None
+        if (now := mx.set_wired_limit(others)) != ours:
+            mx.set_wired_limit(now)  # somebody else's, such as mlx-lm's
+
+    def release(self, holder: int) -> None:
+        with self._lock:
+            del self._asked[holder]
+            self._resting.discard(holder)
             self._follow()
             is_last = not self._asked and self._before is not None
-            unwires = self._wired is not None and not any(wires for _, wires in self._asked)
+            unwires = self._wired is not None and not self._wires
             if not (is_last or unwires):
                 return
             before, self._before = self._before, None if is_last else self._before
-            set_wired, self._wired = self._wired, None if unwires else self._wired
             try:
                 mx.synchronize()  # do not lower a limit while the device computes
             finally:
                 if is_last and before is not None:
                     mx.set_cache_limit(before)
-                if unwires and set_wired is not None:
-                    ours, others = set_wired
-                    if (now := mx.set_wired_limit(others)) != ours:
-                        mx.set_wired_limit(now)  # somebody else's, such as mlx-lm's
+                if unwires:
+                    self._unwire()
                 if is_last:
                     mx.clear_cache()
 
@@ -77,7 +104,7 @@ class _Limits:
     def _follow(self) -> None:
         if self._before is None or not self._asked:
             return
-        limit = min(max(cache for cache, _ in self._asked), self._before)
+        limit = min(max(cache for cache, _ in self._asked.values()), self._before)
         if limit != self._cache:
             self._cache = limit
             mx.set_cache_limit(limit)
@@ -98,8 +125,16 @@ class HeldLimits:
     ``min(cache, former limit)``."""
 
     def __init__(self, cache: int, wired: bool = False) -> None:
-        self.cache = _limits.hold(cache, wired)
+        self._number, self.cache = _limits.hold(cache, wired)
         self.holder = np.empty(0)
-        self.release = finalize(self.holder, _limits.release, cache, wired)
+        self.release = finalize(self.holder, _limits.release, self._number)
         for each in (self.release, finalize(self.holder, _limits.clear)):
             each.atexit = False
+
+    def rest(self) -> None:
+        """Nothing is computed at present: for this holder nothing has to be wired."""
+        _limits.rest(self._number, True)
+
+    def work(self) -> None:
+        """Something is about to be computed."""
+        _limits.rest(self._number, False)

@@ -82,9 +82,13 @@ class KVPool:
     def _make(self) -> None:
         """Make the arrays, of zeros."""
         owners: dict[int, int] = {}  # the first pair of arrays with each memory
-        for i, array in enumerate(self._arrays):
-            owner = owners.setdefault(array.memory, i)
-            shape, shared = array.shape, None if owner == i or not self.in_place else owner
+        # For each pair of arrays that one; itself where it shares the memory of no earlier pair.
+        self._owners = [
+            owners.setdefault(array.memory, i) if self.in_place else i
+            for i, array in enumerate(self._arrays)
+        ]
+        for i, (array, owner) in enumerate(zip(self._arrays, self._owners, strict=True)):
+            shape, shared = array.shape, None if owner == i else owner
             k, v = shape.formats
             self.k.append(self._array(array, k.columns(shape.head_dim), k.dtype, self.k, shared))
             if shape.latent:
@@ -116,7 +120,7 @@ class KVPool:
         if shared is None:
             zeros = ops.pool_zeros(shape, dtype, capacity=self.capacity)
             return zeros.transpose(1, 0, 2, 3)
-        return known[shared].transpose(1, 0, 2, 3).reshape(shape).transpose(1, 0, 2, 3)
+        return _view(known[shared], shape)
 
     @property
     def n_layers(self) -> int:
@@ -331,6 +335,16 @@ class KVPool:
             lambda blocks: self._with_room(mx.take(blocks, kept, axis=0), num_blocks), num_blocks
         )
 
+    def renew(self, num_blocks: int) -> None:
+        """Make all arrays anew, of zeros, after a change of their size has failed."""
+        self._first = []
+        for handles in self.stored:
+            handles.clear()
+        self.num_blocks = num_blocks
+        self._make()
+        self._first = self._kept()
+        self._indices = None, {}
+
     def _replace_arrays(self, change: Callable[[mx.array], mx.array], num_blocks: int) -> None:
         """Replace each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, by what `change`
         makes of it. Large arrays are replaced layer by layer: old and new arrays of only one layer
@@ -342,7 +356,12 @@ class KVPool:
             return new
 
         self._first = []  # otherwise they would keep the old arrays alive
+        sharers = [i for i, owner in enumerate(self._owners) if owner != i]
+        if sharers:  # what they have written is in the memory of others
+            mx.eval(self.stored)
         for layer, shape in enumerate(self.shapes):
+            if layer in sharers:
+                continue
             if shape.latent:
                 self.set_keys(layer, changed(self.k[layer]))
             else:
@@ -350,9 +369,22 @@ class KVPool:
                 for handles, array in zip(self.stored, arrays, strict=True):
                     handles[layer] = array
             _evaluate(self.v[layer])
+            for other in [i for i in sharers if self._owners[i] == layer]:
+                self._share(other, layer, num_blocks, changed)
         self.num_blocks = num_blocks
         self._first = self._kept()
         self._indices = None, {}
+
+    def _share(
+        self, layer: int, owner: int, num_blocks: int, changed: Callable[[mx.array], mx.array]
+    ) -> None:
+        """Let a layer's arrays be views of new ones; its scales are its own."""
+        for handles in self.stored[:2]:
+            heads, _, *rest = handles[layer].shape
+            handles[layer] = _view(handles[owner], (num_blocks, heads, *rest))
+        for handles in self.scales.values():
+            handles[layer] = changed(handles[layer])
+        mx.eval([handles[layer] for handles in self.stored])
 
     def _with_room(self, blocks: mx.array, num_blocks: int) -> mx.array:
         """A copy of the blocks, with zeros after them up to `num_blocks`."""
@@ -425,6 +457,12 @@ def _targets_of(shape: KVShape, size: int) -> tuple[mx.array, mx.array]:
         for form, dims in zip(shape.formats, shape.row_dims, strict=True)
     )
     return k, v
+
+
+def _view(cache: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """The memory of an array of the pool as blocks ``[num_blocks, n_kv_heads, block_size, dim]`` of
+    another form."""
+    return cache.transpose(1, 0, 2, 3).reshape(shape).transpose(1, 0, 2, 3)
 
 
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:

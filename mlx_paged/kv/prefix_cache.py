@@ -2,7 +2,7 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -58,7 +58,8 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(slots=True)
 class CachedBlock:
-    """A block of known content: its tokens and the hash of the prefix they extend. Not changed."""
+    """A block of known content: its tokens and the hash of the prefix they extend. Only the number
+    of the block ever changes."""
 
     block: int
     hash: bytes
@@ -75,6 +76,9 @@ class Dependents(Protocol):
     def move(self, source: int, target: int) -> None:
         """The known block `target` begins with the tokens of the known block `source`."""
 
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """All blocks have other numbers now: block i has ``numbers[i]``."""
+
 
 class NoDependents:
     """Nothing is kept for known blocks."""
@@ -83,6 +87,9 @@ class NoDependents:
         pass
 
     def move(self, source: int, target: int) -> None:
+        pass
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
         pass
 
 
@@ -158,6 +165,17 @@ class PrefixCache:
         del siblings[block]
         if not siblings:
             del self._by_parent[cached.parent]
+
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Block i is block ``numbers[i]`` from here on."""
+        for cached in self.by_block.values():
+            cached.block = numbers[cached.block]
+        self.by_block = {cached.block: cached for cached in self.by_block.values()}
+        self._by_parent = {
+            parent: {numbers[block]: None for block in blocks}
+            for parent, blocks in self._by_parent.items()
+        }
+        self.dependents.renumber(numbers)
 
     def check_integrity(self) -> None:
         """Assert that all indices hold the same blocks."""

@@ -119,6 +119,17 @@ class Snapshots:
         for run in list(self._runs.get(block, ())):
             self._discard((block, run))
 
+    def renumber(self, numbers: Mapping[int, int]) -> None:
+        """Block i is block ``numbers[i]`` from here on."""
+        kept, self._by_key, self._runs = self._by_key, {}, {}
+        for (block, run), snapshot in kept.items():
+            self._keep((numbers[block], run), snapshot)
+
+    def clear(self) -> None:
+        """Drop all snapshots."""
+        for key in list(self._by_key):
+            self._discard(key)
+
     def check_integrity(self, num_tokens: Mapping[int, int], block_size: int) -> None:
         """Assert that every snapshot is in a known block. `num_tokens` has the known blocks, and
         how many tokens each of them holds."""

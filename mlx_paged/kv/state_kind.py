@@ -124,5 +124,8 @@ class StateKind(Protocol):
     def leave(self, held: Any, keep: Keep) -> None:
         """Offer the newest state of a sequence that ends to the prefix cache."""
 
+    def forget_kept(self) -> bool:
+        """Forget the checkpoints of the prefix cache; returns whether there were any."""
+
     def check_integrity(self, of_sequences: Iterable[Any]) -> None:
         """Assert that every holder is counted."""

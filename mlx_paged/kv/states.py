@@ -260,6 +260,12 @@ class StateIds:
             self.release(states.sure.id)
             states.sure = None
 
+    def forget_kept(self) -> bool:
+        if not self.snapshots:
+            return False
+        self.snapshots.clear()
+        return True
+
     def check_integrity(self, of_sequences: Iterable[SequenceStates]) -> None:
         held = Counter[int]()
         for states in of_sequences:

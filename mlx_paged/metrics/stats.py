@@ -65,6 +65,8 @@ class EngineStats:
     traces: Traces | None = None  # None: decodes are not compiled
     ranks: dict[str, Any] | None = None  # of a run under mlx.launch; None: one process
     memory_budget: dict[str, int] = field(default_factory=dict)  # bytes at most, by their use
+    # What the system said of its memory, and what was given back to it; None: nobody watches.
+    pressure: dict[str, Any] | None = None
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property

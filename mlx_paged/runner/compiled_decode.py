@@ -238,6 +238,13 @@ class CompiledDecode:
         self._states.loaded = states
         self.traces.bytes = max(0, resident_bytes() - before)
 
+    def forget(self) -> None:
+        """The pool has other arrays: trace anew the sizes of steps that are used often."""
+        self._functions.clear()
+        self._uses.clear()
+        self._drafted.clear()
+        self._is_lazy = True
+
     def problem(self, if_faster: bool) -> str | None:
         """Why steps should stay plain: MLX cannot trace one, or its results or K/V are not those of
         the plain forward; with `if_faster` also that it takes more time. None: they should not. The

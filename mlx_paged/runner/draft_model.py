@@ -136,6 +136,22 @@ class DraftModel:
         self._give_up_sequences()
         self._runner.recover()
 
+    def resize(self, room: int) -> None:
+        """Let the pool have room for so many blocks of all layers, while no step is under way. All
+        sequences are read again."""
+        self._give_up_sequences()
+        self._runner.release(self._allocator.take_released())
+        num_blocks, kept = room * self.pooled.plan.width, None
+        if num_blocks < self._allocator.num_blocks:
+            kept = self._allocator.compact(num_blocks)
+        else:
+            self._allocator.grow(num_blocks)
+        try:
+            self._runner.resize(num_blocks, kept)
+        except Exception as error:
+            LOGGER.warning("the draft model's pool is made anew: %s", error)
+            self._runner.renew(num_blocks)
+
     def _give_up_sequences(self) -> None:
         """Keep no sequence of a step that failed: what is planned of the sequences was perhaps not
         computed."""

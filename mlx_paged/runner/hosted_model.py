@@ -21,6 +21,10 @@ class HostedModel(nn.Module):
         """The seconds that the model has computed outside its forwards."""
         raise NotImplementedError
 
+    def forget_kept(self) -> bool:
+        """Give up what is only kept for later batches; returns whether there was anything."""
+        raise NotImplementedError
+
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What a batch needs beside its tokens, as arguments of the model; usually nothing."""
         raise NotImplementedError

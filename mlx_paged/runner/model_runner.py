@@ -363,8 +363,34 @@ class ModelRunner:
         self.states.clear()
         self._loaded, self._held_back, self.error = [], None, None
         self.sampler = self._make_sampler()
+        self._forget_tables()
+
+    def resize(self, num_blocks: int, kept: Int32Array | None = None) -> None:
+        """Let the pool have `num_blocks`, while no step is under way. The blocks `kept`, or all
+        blocks, are the first of them."""
+        self._loaded = []
+        with telling_errors():
+            self.pool.grow(num_blocks) if kept is None else self.pool.keep(kept, num_blocks)
+        self._forget_tables()
+        self._forget_graphs()
+
+    def renew(self, num_blocks: int) -> None:
+        """Make a pool of `num_blocks` anew, whose size could not be changed; no block is held."""
+        self.pool.renew(num_blocks)
+        self.recover()
+        self._forget_graphs()
+
+    def forget_kept(self) -> bool:
+        """Give up what the model only keeps for later; returns whether there was anything."""
+        return self._hosted is not None and self._hosted.forget_kept()
+
+    def _forget_tables(self) -> None:
         buckets = None if self.compiled is None else self.compiled.buckets
         self._tables = self._new_tables(buckets=buckets)
+
+    def _forget_graphs(self) -> None:
+        if self.compiled is not None:
+            self.compiled.forget()
 
     def _begin(self, arrays: list[mx.array]) -> None:
         """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;

@@ -28,7 +28,12 @@ def longest_chunk(prefill_chunk: int) -> int:
 
 
 class ChunkBudget:
-    """Limits the prompt tokens of a step and, if it has decodes, its predicted time."""
+    """Limits the prompt tokens of a step and, if it has decodes, its predicted time.
+
+    Attributes:
+        prefill_chunk: prompt tokens of a step at most, while memory is not short.
+        share: the part of this number, and of larger ones, that counts at present.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,7 @@ class ChunkBudget:
         few_sizes: bool = False,  # whether chunks are rounded: few numbers of rows occur
         bound: CommandBound | None = None,  # of a GPU's commands; None: there is none
     ) -> None:
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self.share = prefill_chunk, 1.0
         self.max_stall = max_stall
         self.cost = CostModel()  # predicts the time of a step
         # Whether anyone needs `cost` to follow the times of steps.
@@ -48,6 +53,11 @@ class ChunkBudget:
         self.few_sizes = few_sizes
         self._bound = bound
         self.pauses = False  # whether it does so for a stall bound only
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens of a step at most, at present."""
+        return max(1, int(self.prefill_chunk * self.share))
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from the time of a step."""
@@ -63,16 +73,17 @@ class ChunkBudget:
         """Prompt tokens, up to `longest`, of a step with nothing but a prompt from position `start`
         on. If the times of steps are known, more than `prefill_chunk` take ALONE_SECONDS at
         most."""
+        longest = max(1, int(longest * self.share))
         if not self.learns:
             return longest
-        least = self.prefill_chunk
+        least = self.chunk
         return self.cost.chunk_within(ALONE_SECONDS, StepWork(), start, longest, least)
 
     def left(self, planning: Planning, request: Request) -> int:
         """How many prompt tokens of `request` the step can still compute."""
         limit = planning.max_chunk_tokens
         if limit is None:
-            limit = self.prefill_chunk
+            limit = self.chunk
         wanted = min(request.num_pending, limit - planning.work.chunk_tokens)
         if request.prompt_logprobs is not None:
             wanted = _scorable(planning, request, wanted)
@@ -109,7 +120,7 @@ class ChunkBudget:
         finish earlier."""
         least, budget = 1, self.left(planning, request)
         if self.max_stall is not None:
-            least = min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
+            least = min(MIN_CHUNK, self.chunk, request.num_pending)
         if budget < least or block_size is None:
             return budget >= least
         return not is_under_way(request, planning, budget, block_size)

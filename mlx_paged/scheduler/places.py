@@ -1,10 +1,12 @@
 """Who waits, runs and is parked, and the blocks that they hold. Knows no mlx."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from fractions import Fraction
 
 from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
@@ -48,6 +50,7 @@ class Places:
         self.prefix_cache = prefix_cache and allocator.can_share
         self.victims = victims
         self.watermark = watermark
+        self._watermark = Fraction(watermark, allocator.num_blocks)  # as a part of the pool
         self.clock, self._scores = clock, scores
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
@@ -97,6 +100,46 @@ class Places:
         """Free a parked sequence's blocks, if it still has them."""
         if self.parked.pop(request.id, None) is not None:
             self._free(request, is_continued)
+
+    # How large the pool is
+
+    def least_blocks(self, unended: Iterable[Request]) -> int:
+        """How small the pool may become: each request that has not ended has to fit alone, also
+        one that is neither running nor waiting now."""
+        held = *self.running.values(), *self.parked.values(), *self.waiting, *unended
+        alive = [request for request in held if not request.finish_reason]
+        needed = [self.allocator.max_blocks(request.max_kv_tokens) for request in alive]
+        return min(self.allocator.num_blocks, max(needed, default=self.allocator.max_blocks(1)))
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.allocator.store.blocks_in_use
+
+    @property
+    def blocks_needed(self) -> int:
+        """Blocks that sequences hold, and those that the running ones may need for a token more."""
+        return self.blocks_in_use + self.allocator.blocks_to_append(len(self.running))
+
+    def shrink(self, num_blocks: int) -> Int32Array:
+        """Let the pool have `num_blocks`, :meth:`least_blocks` or more, while no step is under way.
+        Known content that no sequence holds goes first, then parked sequences, then running ones.
+        Returns the old number of each block that is left."""
+        while self.blocks_in_use > num_blocks:
+            if self.parked:
+                self._evict_parked()
+            else:
+                self._preempt(choose_preempted([*self.running.values()], self.victims))
+        self._set_size(num_blocks)
+        return self.allocator.compact(num_blocks)
+
+    def grow(self, num_blocks: int) -> None:
+        """Let the pool have `num_blocks`, which are more."""
+        self._set_size(num_blocks)
+        self.allocator.grow(num_blocks)
+
+    def _set_size(self, num_blocks: int) -> None:
+        of_pool = self._watermark
+        self.watermark = of_pool.numerator * num_blocks // of_pool.denominator
 
     # What they hold
 

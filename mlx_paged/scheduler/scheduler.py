@@ -271,16 +271,16 @@ class Scheduler(Places):
         self.leave_tier()
         self.allocator.store.drop_idle()
 
+    def forget_kept(self) -> bool:
+        """Forget what is kept for later prompts beside K/V; returns whether there was anything."""
+        return self.allocator.states.forget_kept()
+
     # What others ask
 
     @property
     def gives_several(self) -> bool:
         """Whether a step may give a request several tokens."""
         return self.speculation is not None
-
-    @property
-    def blocks_in_use(self) -> int:
-        return self.allocator.store.blocks_in_use
 
     def tier_metrics(self) -> dict[str, Any] | None:
         """The counters of the tier as plain JSON values; None if there is no tier."""

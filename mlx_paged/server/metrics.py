@@ -68,6 +68,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
     return {
         **{name: read(engine) for name, (_, read) in GAUGES.items()},
         **{name: getattr(engine.stats, name) for name in COUNTERS},
+        "pressure": engine.stats.pressure,
         "spikes": [
             {"tick": s.index, "age_s": now - s.start, "ms": s.tick_ms, "causes": s.causes}
             for s in spikes
@@ -109,6 +110,8 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         (COUNTER, "vllm:prefix_cache_queries", vllm, {model: queries}, MODEL),
         (COUNTER, "vllm:prefix_cache_hits", vllm, {model: stats.prefix_hit_tokens}, MODEL),
     ]
+    if stats.pressure is not None:
+        rows += _of_pressure(stats.pressure)
     disk = engine.scheduler.tier_metrics()
     if disk is not None:
         rows += [(COUNTER, f"kv_disk_{name}", KV_DISK[name], disk[name]) for name in KV_DISK]
@@ -119,6 +122,26 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         *(_family(*row) for row in rows),
         _histogram("decode_tick_seconds", "Time of steps without prompt tokens.", ticks.decode),
         _histogram("prefill_chunk_seconds", "Time of steps with prompt tokens.", ticks.prefill),
+    ]
+
+
+def _of_pressure(pressure: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """What the system said of its memory, and what was given back to it."""
+    given = pressure["given_back"]
+    levels = {name: float(name == pressure["level"]) for name in ("normal", "warning", "critical")}
+    sums = {
+        name: {rung: each[name] for rung, each in given.items()}
+        for name in ("bytes", "uses", "vain")
+    }
+    back = "to the system under memory pressure"
+    return [
+        (GAUGE, "memory_pressure", "1 for the level that the system tells.", levels, "level"),
+        (GAUGE, "footprint_bytes", "Bytes of this process.", pressure["footprint_bytes"]),
+        (GAUGE, "memory_wired", "1 unless idle for minutes.", float(pressure["is_wired"])),
+        (COUNTER, "given_back_bytes", f"Bytes given back {back}.", sums["bytes"], "what"),
+        (COUNTER, "given_back", f"How often bytes were given back {back}.", sums["uses"], "what"),
+        (COUNTER, "given_back_in_vain", "How often no bytes came of it.", sums["vain"], "what"),
+        (COUNTER, "sleeps", "Sleeps of the machine.", pressure["sleeps"]),
     ]
 
 

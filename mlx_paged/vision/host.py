@@ -158,6 +158,14 @@ class PictureFeatures:
                 self.nbytes -= size_of(self._kept.popitem(last=False)[1])
             return found
 
+    def forget(self) -> bool:
+        """Forget all; returns whether there were any."""
+        with self._lock:
+            had_any = bool(self._kept)
+            self._kept.clear()
+            self.nbytes = 0
+            return had_any
+
     def _computed(self, picture: Picture) -> Features:
         tokens, rows = mx.array(picture.tokens)[None], mx.array(picture.rows.astype(np.int32))
         inputs = tree_map(_as_mlx, picture.inputs)
@@ -237,6 +245,9 @@ class SeeingModel(HostedModel):
     def extra_seconds(self) -> float:
         """How long the vision tower took so far."""
         return self.pictures.seconds
+
+    def forget_kept(self) -> bool:
+        return self.pictures.forget()
 
     @property
     def layers(self) -> Any:

@@ -3,6 +3,7 @@
 from copy import copy as shallow
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mlx_paged.engine import pipeline
@@ -12,6 +13,8 @@ from mlx_paged.engine.request_maker import RequestMaker
 from mlx_paged.engine.text import OutputProcessor
 from mlx_paged.kv import group_prefixes
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.block_tables import BlockTables
+from mlx_paged.kv.blocks import BlockStore
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
@@ -60,6 +63,60 @@ def salts_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_defect_of_the_disk_tier_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
     assert any(run_schedule("disk", 1, index)[1] for index in range(40))
+
+
+def known_blocks_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupPrefixes, "renumber", lambda self, numbers: None)
+
+
+def snapshots_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Snapshots, "renumber", lambda self, numbers: None)
+
+
+def tables_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockTables, "renumber", lambda self, kept: None)
+
+
+def the_first_blocks_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = FakePool.resize
+
+    def resize(self: FakePool, num_blocks: int, kept: np.ndarray | None) -> None:
+        whole(self, num_blocks, None if kept is None else np.arange(len(kept)))
+
+    monkeypatch.setattr(FakePool, "resize", resize)
+
+
+def wide_entries_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = BlockStore.compact
+
+    def compact(self: BlockStore, num_blocks: int) -> np.ndarray:
+        before = self._blocks
+        kept = whole(self, num_blocks)
+        self._blocks = [blocks[:, :num_blocks] for blocks in before]
+        return kept
+
+    monkeypatch.setattr(BlockStore, "compact", compact)
+
+
+def pools_are_smaller_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scheduler, "least_blocks", lambda self, unended: 1)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        known_blocks_keep_their_numbers,
+        snapshots_keep_their_numbers,
+        tables_keep_their_numbers,
+        the_first_blocks_are_kept,
+        wide_entries_keep_their_blocks,
+        pools_are_smaller_than_a_request,
+    ],
+)
+def test_a_defect_of_a_pool_that_shrinks_is_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(run_schedule("sizes", 7, index)[1] for index in range(40))
 
 
 def forks_share_a_matcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone(seed):
     totals = counted("fake", seed, num_schedules=200)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
     seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped", "valid", "plans"}
+    seen -= {"shrinks", "growths"}
     seen -= {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
     assert totals["overtakes"] > 3, "hardly any long prompt was overtaken"
     seen -= {"overtakes"}
@@ -54,6 +55,21 @@ def test_all_features_together_change_no_token(seed):
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
     rare = {"quantized", "compiled"}  # need a real model
     assert not [proof for proof in {*EVIDENCE.values()} - rare if not totals[proof]]
+
+
+def test_pools_that_change_their_size_change_no_token():
+    totals = counted("sizes", seed=7, num_schedules=60)
+    assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
+    assert totals["shrinks"] > 60 and totals["growths"] > 30
+    for name in ("preemptions", "forks", "samples", "beams", "cached_tokens", "restored"):
+        assert totals[name] > 15, f"{name} hardly ever happened"
+
+
+@pytest.mark.slow
+def test_real_pools_that_change_their_size_change_no_token():
+    totals = counted("sizes of real pools", seed=7, num_schedules=25)
+    assert totals["mismatches"] == totals["leaked_blocks"] == 0
+    assert totals["tokens"] > 200 and totals["shrinks"] > 20 and totals["near_ties"] <= 1
 
 
 @pytest.mark.slow

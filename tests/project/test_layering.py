@@ -57,9 +57,11 @@ MAY_IMPORT = {
             "sampling",
             "kv_disk",
             "kv",
+            "pressure",
             *REQUESTS,
         )
     },
+    "pressure": set[str](),
     "formats": {"chat", "outputs", "sampling_params"},
     "vision": {"arguments", "chat", "cli", "prompt", "runner", "ops"},
     "chat": set[str](),
@@ -133,6 +135,7 @@ NO_MLX = [
     ),
     *("protocol.json_text", "protocol.long_work", "protocol.messages", "protocol.model_paths"),
     *("protocol.request_body", "protocol.responses", "protocol.turns"),
+    *("engine.pool_size", "pressure.ladder", "pressure.system", "pressure.watch"),
     *("server.keys", "server.log_format", "server.sockets", "server.workers"),
     *("vision.images", "vision.flags", "vision.image_spans", "prompt"),
 ]

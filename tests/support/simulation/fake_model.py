@@ -47,6 +47,16 @@ class FakePool:
         self.kv = np.zeros(shape, np.uint64)
         self.violations: list[str] = []
 
+    def resize(self, num_blocks: int, kept: npt.NDArray[np.int32] | None) -> None:
+        """Keep some blocks, or all, as the first ones; nothing else can be trusted."""
+        before = self.tokens, self.positions, self.kv
+        kept = np.arange(len(self.tokens), dtype=np.int32) if kept is None else kept
+        self.tokens, self.positions, self.kv = (
+            np.full((num_blocks, array.shape[1]), -1).astype(array.dtype) for array in before
+        )
+        for new, old in zip((self.tokens, self.positions, self.kv), before, strict=True):
+            new[: len(kept)] = old[kept]
+
     def poison(self) -> None:
         """Nothing in it can be trusted."""
         self.tokens[:] = self.positions[:] = -1
@@ -245,6 +255,12 @@ class FakeRunner:
     def release(self, state_ids: list[int]) -> None:
         for state_id in state_ids:
             self.states.pop(state_id, None)
+
+    def resize(self, num_blocks: int, kept: npt.NDArray[np.int32] | None = None) -> None:
+        while self._queue:
+            self._compute(self._queue.popleft())
+        self.pool.resize(num_blocks, kept)
+        self._prefixes = BatchTables.of_groups(self.allocator, cascade=True)
 
     def recover(self, error=None) -> None:
         self._queue.clear()

@@ -100,6 +100,10 @@ class FaultyRunner:
     def release(self, state_ids: list[int]) -> None:
         self.inner.release(state_ids)
 
+    def resize(self, num_blocks: int, kept: Any = None) -> None:
+        assert not self._under_way, "the pool changes while a step is under way"
+        self.inner.resize(num_blocks, kept)  # type: ignore[attr-defined]
+
     def recover(self, error: BaseException | None = None) -> None:
         assert self._has_raised, "a step failed that was not made to"
         self._has_raised, self._device_error = False, None

@@ -37,6 +37,7 @@ from tests.support.simulation.hash_model import VOCAB
 from tests.support.simulation.injected_drafts import InjectedDrafter, take_every_guess
 from tests.support.simulation.planned_runner import PlannedRunner
 from tests.support.simulation.random_calls import TINY_GROUPS, Setting
+from tests.support.simulation.resizing import RandomSizes
 from tests.support.simulation.simulated_engine import Simulation, TurnWatch
 from tests.support.simulation.solo_runs import FakeSolo, MlxLmSolo, SoloModel
 from tests.support.simulation.structured_calls import structured_setting, structured_solo
@@ -45,7 +46,7 @@ COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
     *("drafts", "accepted_drafts", "restored", "overtakes", "near_ties", "shared_keys"),
-    *("lives", "stored", "fetched", "dropped", "valid", "plans"),
+    *("lives", "stored", "fetched", "dropped", "valid", "plans", "shrinks", "growths"),
     *("mismatches", "violations", "leaked_blocks", "failures"),
 )
 
@@ -57,7 +58,7 @@ EVIDENCE = {
     **{"kv_bits": "quantized", "drafts": "drafts", "grammars": "constrained"},
     **{"windows": "windowed", "states": "recurrent", "disk": "fetched", "forks": "forks"},
     **{"beams": "beams", "cascade": "shared_keys", "images": "pictures", "ranks": "plans"},
-    **{"compiled": "compiled"},
+    **{"compiled": "compiled", "sizes": "shrinks"},
 }
 """What a schedule counted if a feature was at work in it."""
 
@@ -72,6 +73,7 @@ class Features:
         images: in the model of hashes alone.
         ranks: a second rank reads the plan of every step. Ranks have no `disk`.
         compiled: None: if this is faster.
+        resizes: the pool's size changes now and then. Ranks do not follow.
         all_guesses: drafts for whoever has a guess; else the planner decides, by the clock.
     """
 
@@ -86,6 +88,7 @@ class Features:
     ranks: bool = False
     compiled: bool | None = None
     all_guesses: bool = False
+    resizes: bool = False
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "Features":
@@ -104,6 +107,7 @@ class Features:
             ranks=ranks,
             compiled=is_real and rng.random() < 0.7,
             all_guesses=rng.random() < 0.8,
+            resizes=not ranks and rng.random() < 0.5,
         )
 
     def build(self, name: str, life: str = "", disk: Disk | None = None) -> Simulation:
@@ -132,9 +136,12 @@ class Features:
         constraints = source.CONSTRAINTS if self.grammars else ()
         watch = TurnWatch(random.Random(f"{name}:turns"))
         calls = {"forks": self.forks, "beams": self.beams, "images": self.images}
-        return Simulation(
+        simulation = Simulation(
             setting, engine, runner, solo, rng, watch, constraints=constraints, **calls
         )
+        if self.resizes:
+            RandomSizes(simulation, random.Random(f"{name}:sizes"))
+        return simulation
 
 
 def _fake_simulation(features: Features, name: str, life: str, disk: Disk | None) -> Simulation:
@@ -268,6 +275,10 @@ MODELS: dict[str, Callable[[int, int], Life]] = {
     "tiny": tiny_simulation,
     "quantized": quantized_simulation,
     "disk": lambda seed, index: DiskLives(FAKE.build, f"{seed}:{index}"),
+    "sizes": lambda seed, index: replace(FAKE, resizes=True).build(f"{seed}:{index}"),
+    "sizes of real pools": lambda seed, index: replace(TINY, resizes=True).build(
+        f"{seed}:{index}:tiny"
+    ),
     "structured": lambda seed, index: replace(TINY, grammars=True).build(
         f"{seed}:{index}:structured"
     ),

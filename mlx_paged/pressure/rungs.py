@@ -1,0 +1,150 @@
+"""What an engine can give back beside MLX's cache, in this order: what is only kept for later, the
+memory of a step, the pool."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_paged.pressure.ladder import Ladder, Rung
+from mlx_paged.pressure.system import Level, System
+from mlx_paged.pressure.watch import Watch, Wired
+
+SAVE_S = 1.0
+"""Seconds at most in which known blocks are copied to a disk before the pool shrinks."""
+LEAST_CHUNK = 64
+"""Prompt tokens that a step computes at least, however short memory is."""
+
+
+class Size(Protocol):
+    """The size of an engine's pool."""
+
+    @property
+    def now(self) -> int: ...
+
+    @property
+    def largest(self) -> int: ...
+
+    @property
+    def held(self) -> int:
+        """Blocks that running requests hold, and need for their next tokens."""
+
+    def change(self, num_blocks: int) -> bool:
+        """Let the pool have about so many blocks; returns whether its size has changed."""
+
+
+class Chunk(Protocol):
+    """How many prompt tokens a step computes at most.
+
+    Attributes:
+        prefill_chunk: while memory is not short.
+        share: the part of it that counts at present, a power of two.
+    """
+
+    share: float
+    prefill_chunk: int
+
+
+class Kept:
+    """What is only kept for later prompts, in arrays of its own: snapshots of recurrent states, and
+    features of pictures. Each function forgets some, and returns whether there was anything."""
+
+    name = "snapshots and features of pictures"
+    is_late = repeats = False
+
+    def __init__(self, forget: Sequence[Callable[[], bool]]) -> None:
+        self._forget = forget
+
+    def act(self, level: Level) -> bool:
+        return any([forget() for forget in self._forget])
+
+    def undo(self) -> None:
+        pass
+
+
+class SmallerChunk:
+    """Halves the prompt tokens of a step. Its memory comes back with the steps that follow."""
+
+    name = "a smaller chunk"
+    is_late, repeats = True, False
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+
+    def act(self, level: Level) -> bool:
+        smaller = self._chunk.share / 2
+        if self._chunk.prefill_chunk * smaller < LEAST_CHUNK:
+            return False
+        self._chunk.share = smaller
+        return True
+
+    def undo(self) -> None:
+        self._chunk.share = min(1.0, 2 * self._chunk.share)
+
+
+class SmallerPool:
+    """Halves the pool. Known blocks that nobody holds go first, to a disk if there is one. Only at
+    a critical level running requests lose their blocks."""
+
+    name = "the pool"
+    is_late, repeats = False, True
+
+    def __init__(self, size: Size, save: Callable[[], bool]) -> None:
+        self._size, self._save = size, save
+
+    def act(self, level: Level) -> bool:
+        wanted = self._size.now // 2
+        if level < Level.CRITICAL:
+            wanted = max(wanted, self._size.held)
+        if wanted >= self._size.now:
+            return False
+        stop = time.monotonic() + SAVE_S
+        while self._save() and time.monotonic() < stop:
+            pass
+        return self._size.change(wanted)
+
+    def undo(self) -> None:
+        self._size.change(2 * self._size.now)
+
+
+class _Grown:
+    """Takes back a half of what was given back."""
+
+    def __init__(self, chunk: SmallerChunk, pool: SmallerPool | None) -> None:
+        self._chunk, self._pool = chunk, pool
+
+    def grow(self) -> None:
+        self._chunk.undo()
+        if self._pool is not None:
+            self._pool.undo()
+
+
+def watch(
+    system: System,
+    forget: Sequence[Callable[[], bool]],
+    chunk: Chunk,
+    size: Size | None,
+    save: Callable[[], bool],
+    wired: Wired,
+    **options: Any,
+) -> Watch:
+    """What watches an engine's memory.
+
+    Args:
+        forget: see :class:`Kept`.
+        size: of the pool; None: it cannot change.
+        save: copies some known blocks to a disk; returns whether there are more.
+        options: `clocks` of :class:`Watch`; `least` of :class:`Ladder`.
+    """
+
+    def flush() -> None:
+        mx.synchronize()
+        mx.clear_cache()
+        system.trim()
+
+    smaller, pool = SmallerChunk(chunk), None if size is None else SmallerPool(size, save)
+    rungs: list[Rung] = [Kept(forget), smaller, *([] if pool is None else [pool])]
+    given = {name: options.pop(name) for name in ("least",) if name in options}
+    ladder = Ladder(flush, rungs, system, **given)
+    return Watch(system, ladder, _Grown(smaller, pool), wired, **options)
