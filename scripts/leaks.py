@@ -53,8 +53,8 @@ class Feature:
 FEATURES = {
     "drafts": Feature(
         ("scheduler/speculation.py", "scheduler/ngram.py", "runner/draft_model.py"),
-        ("*draft*", "*speculat*", "*ngram*", "num_accepted"),
-        at_home=("scheduler/progress.py",),
+        ("*draft*", "*speculat*", "*ngram*", "num_accepted", "*proposal*"),
+        at_home=("scheduler/progress.py", "scheduler/proposals.py"),
     ),
     "grammars": Feature(
         ("sampling/grammar.py", "sampling/grammar_trials.py"),

@@ -26,7 +26,7 @@ from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.runner.ranks import LeadingRunner, Ranks
 from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.scheduler import PredictSeconds, Scheduler
-from mlx_paged.scheduler.speculation import Drafter
+from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.tier import Tier
 
 DRAFTERS = {"ngram": NgramDrafter}
@@ -204,7 +204,7 @@ def _scheduler(
         victims=PreemptionPolicy(config.preempt),
         max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
         watermark=int(WATERMARK * pooled.pool.num_blocks),
-        drafter=models.drafter,
+        make_proposals=None if models.drafter is None else partial(Speculation, models.drafter),
         open_tier=open_tier,
         few_sizes=gpu_memory() is not None,
         alone_chunk=pooled.longest_chunk,

@@ -27,7 +27,7 @@ class Planning:
     work: StepWork = field(default_factory=StepWork)  # of the spans
     prompt_tokens: int = 0
     is_plain: bool = True
-    draft_seconds: float = 0.0
+    proposal_seconds: float = 0.0
     scores: bool = False
     # Ids of all requests that are computed, forked or preempted in this step.
     requests: set[int] = field(default_factory=set)
@@ -92,7 +92,7 @@ class Planning:
             work=self.work,
             prompt_tokens=self.prompt_tokens,
             is_plain=self.is_plain,
-            draft_seconds=self.draft_seconds,
+            proposal_seconds=self.proposal_seconds,
             is_read_first=is_read_first,
             scores=self.scores,
             is_held_back=is_held_back,

@@ -16,7 +16,7 @@ from mlx_paged.scheduler.levels import Levels
 from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.policies import choose_preempted
 from mlx_paged.scheduler.progress import Planning
-from mlx_paged.scheduler.speculation import Drafter, Speculation
+from mlx_paged.scheduler.proposals import MakeProposals, NoProposals, Proposals
 from mlx_paged.scheduler.step import Span, Step, StepReport
 from mlx_paged.scheduler.tier import Tier
 from mlx_paged.scheduler.turns import Turn, is_overtaken
@@ -81,7 +81,8 @@ class Scheduler(Places):
         *,
         # Predicted seconds of a step with running streams at most; None: no such bound.
         max_stall: float | None = None,
-        drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
+        # Makes what guesses tokens that decodes compute ahead where that pays; None: nothing does.
+        make_proposals: MakeProposals | None = None,
         few_sizes: bool = False,  # whether chunks are rounded: few numbers of rows occur
         # Prompt tokens of a step at most if no other request runs or waits; 0: `prefill_chunk`.
         alone_chunk: int = 0,
@@ -107,12 +108,12 @@ class Scheduler(Places):
             scores=scores,
         )
         self.has_tier = open_tier is not None and self.prefix_cache
-        learns = drafter is not None or self.has_tier
+        learns = make_proposals is not None or self.has_tier
         self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes, bound)
         self._alone_chunk = alone_chunk
-        self.speculation: Speculation | None = None
-        if drafter is not None:
-            self.speculation = Speculation(drafter, allocator, self.budget)
+        self.proposals: Proposals = NoProposals()
+        if make_proposals is not None:
+            self.proposals = make_proposals(allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
         self.tier = NoTier()
         if open_tier is not None and self.has_tier:  # last: an open disk is locked
@@ -145,11 +146,10 @@ class Scheduler(Places):
             self._schedule_isolated(planning)
         else:
             self._schedule_all(planning)
-        has_drafts = self.speculation is not None and self.speculation.reads_first
         step = planning.step(
             stores=list(self.tier.leaving.values()),
             released=self.allocator.take_released() if self.allocator.states.released else [],
-            is_read_first=has_drafts or bool(planning.loads),
+            is_read_first=self.proposals.reads_first or bool(planning.loads),
             is_held_back=self.progress.num_under_way > 0 and planning.work.chunk_tokens > 0,
         )
         self.progress.plan(step)
@@ -159,8 +159,7 @@ class Scheduler(Places):
         """Remove a request. Its blocks are freed, which caches them, or stay parked. Unless
         `is_continued`, no prompt is expected to continue it: its last state goes."""
         self._isolated.pop(request.id, None)
-        if self.speculation is not None:
-            self.speculation.drafter.drop(request)
+        self.proposals.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
         self.tier.forget(request)
@@ -196,14 +195,13 @@ class Scheduler(Places):
         were wrong leave the report. Learn from the step's time."""
         step = report.step
         self.progress.settle(report)
-        if self.speculation is not None:
-            self.speculation.learn(report)
+        self.proposals.learn(report)
         for choice in report.choices if self._isolated else ():
             if choice.error is None:
                 self.clear(choice.request)
         self.commit(step)
         if self.budget.learns:
-            own_seconds = report.seconds - step.draft_seconds - report.extra_seconds
+            own_seconds = report.seconds - step.proposal_seconds - report.extra_seconds
             self.budget.observe(step.work, own_seconds)
 
     def take_released(self) -> list[int]:
@@ -237,8 +235,7 @@ class Scheduler(Places):
         while self.parked:
             self._evict_parked()
         self.allocator.forget_prefixes()
-        if self.speculation is not None:
-            self.speculation.drafter.recover()
+        self.proposals.recover()
         self.progress.lose([*self.waiting, *failed])
         for request in failed:
             request.error = None  # of the failed step; the caller does not know it
@@ -280,7 +277,7 @@ class Scheduler(Places):
     @property
     def gives_several(self) -> bool:
         """Whether a step may give a request several tokens."""
-        return self.speculation is not None
+        return self.proposals.exist
 
     def tier_metrics(self) -> dict[str, Any] | None:
         """The counters of the tier as plain JSON values; None if there is no tier."""
@@ -292,7 +289,7 @@ class Scheduler(Places):
 
     def levels(self) -> Levels:
         """What is held at present, and what has been done so far."""
-        allocator, store, speculation = self.allocator, self.allocator.store, self.speculation
+        allocator, store, proposals = self.allocator, self.allocator.store, self.proposals
         return Levels(
             running=len(self.running),
             waiting=len(self.waiting.serials) + len(self.tier.loading),
@@ -302,8 +299,8 @@ class Scheduler(Places):
             cow_clones=store.cow_clones,
             evictions=store.evictions,
             prefix_hit_tokens=allocator.prefix_hit_tokens,
-            drafts=0 if speculation is None else speculation.num_drafted,
-            accepted_drafts=0 if speculation is None else speculation.num_accepted,
+            drafts=proposals.num_computed,
+            accepted_drafts=proposals.num_right,
         )
 
     # What is computed
@@ -313,8 +310,7 @@ class Scheduler(Places):
         decodes, planning.prompts, exhausted = _sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
-        if self.speculation is not None:
-            decodes = self.speculation.schedule(planning, decodes)
+        decodes = self.proposals.schedule(planning, decodes)
         self._schedule_decodes(planning, decodes)
         if planning.prompts or self.waiting.serials:
             self._schedule_prompts(planning)

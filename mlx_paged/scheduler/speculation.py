@@ -56,11 +56,14 @@ class Speculation:
     its accepted tokens again.
 
     Attributes:
+        exist: True, see :class:`Proposals`.
         reads_first: whether the next step will have drafts. Then the step under way must be read
             before the next step is scheduled.
-        num_drafted: drafts that were computed.
-        num_accepted: drafts that were right.
+        num_computed: drafts that were computed.
+        num_right: drafts that were right.
     """
+
+    exist = True
 
     def __init__(
         self,
@@ -70,7 +73,7 @@ class Speculation:
     ) -> None:
         self.drafter = drafter
         self.reads_first = False
-        self.num_drafted = self.num_accepted = self._num_plans = 0
+        self.num_computed = self.num_right = self._num_plans = 0
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
@@ -89,7 +92,7 @@ class Speculation:
         if not depths or any(request.num_in_flight for request in decodes):
             return decodes
         proposed = self.drafter.propose([*depths], [*depths.values()])
-        planning.draft_seconds = self.drafter.seconds
+        planning.proposal_seconds = self.drafter.seconds
         reserved = self._allocator.blocks_to_append(len(decodes))
         for request, drafts in zip(depths, proposed, strict=True):
             start = request.num_computed
@@ -109,9 +112,15 @@ class Speculation:
     def learn(self, report: StepReport) -> None:
         """Count the drafts of a step that has been settled, and let the drafter learn from them."""
         for request, drafted, accepted in report.verified:
-            self.num_drafted += drafted
-            self.num_accepted += accepted
+            self.num_computed += drafted
+            self.num_right += accepted
             self.drafter.verified(request, drafted, accepted)
+
+    def drop(self, request: Request) -> None:
+        self.drafter.drop(request)
+
+    def recover(self) -> None:
+        self.drafter.recover()
 
     def _likelihood(self, request: Request) -> float:
         if not request.params.speculates or request.samples:

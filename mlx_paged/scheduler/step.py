@@ -111,7 +111,7 @@ class Step:
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
     is_plain: bool = False  # whether each span chooses one token of its request
-    draft_seconds: float = 0.0  # that its drafts took before it was launched
+    proposal_seconds: float = 0.0  # that its guessed tokens took before it was launched
     is_read_first: bool = False  # whether it must be read before the next step is planned
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
     # Whether only its first layers begin at once. The rest begins with the next call of the runner

@@ -29,10 +29,10 @@ def make_engine(model, **options) -> Engine:
     usual = {"block_size": 16, "num_blocks": 320, "prefill_chunk": 256, "max_running": 6}
     engine = Engine(model, **(usual | options))
     scheduler = engine.scheduler
-    if scheduler.speculation is not None:  # guesses of which most are right, however fast it is
+    if scheduler.proposals.exist:  # guesses of which most are right, however fast it is
         drafter = InjectedDrafter(Random(1), MlxLmSolo(model, VOCAB), 0.7)
-        scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
-        take_every_guess(scheduler.speculation)
+        scheduler.proposals = Speculation(drafter, scheduler.allocator, scheduler.budget)
+        take_every_guess(scheduler.proposals)
     return engine
 
 

@@ -56,12 +56,12 @@ def test_wrong_drafts_leave_the_report():
     kept, computed = [], []
     engine.observers.settled.append(lambda each: kept.append(len(each.report.choices)))
     engine.observers.settled.append(lambda each: computed.append(len(each.requests)))
-    speculation = engine.scheduler.speculation
+    speculation = engine.scheduler.proposals
     speculation._depths = lambda likely: {request: 3 for request, p in likely.items() if p}
     run(engine, max_tokens=40)
-    wrong = speculation.num_drafted - speculation.num_accepted
+    wrong = speculation.num_computed - speculation.num_right
     assert sum(computed) - sum(kept) == wrong > 0
-    assert engine.levels().drafts == speculation.num_drafted
+    assert engine.levels().drafts == speculation.num_computed
 
 
 def test_levels_are_those_of_the_latest_tick(engine):

@@ -212,9 +212,9 @@ def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
     right = {len(prompt): completion.tokens for prompt, completion in plain}
     engine = served.engine(speculate="ngram")
     is_taken = TABLE[served.name][5] == "yes"
-    assert (engine.scheduler.speculation is not None) == is_taken
+    assert (engine.scheduler.proposals.exist) == is_taken
     if is_taken:
-        engine.scheduler.speculation.drafter = HalfRight(right)
+        engine.scheduler.proposals.drafter = HalfRight(right)
         for prompt, completion in run(engine, {0: [MIDDLE], 2: [SHORT, LONG]}):
             assert_greedy(served, prompt, completion)
         assert engine.stats.drafts > engine.stats.accepted_drafts > 1

@@ -1,6 +1,7 @@
 """Which drafts a step gets, what becomes of them, and where n-grams find them."""
 
 import random
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.progress import append_token
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.speculation import MOST_BEHIND, PATIENCE, REST
+from mlx_paged.scheduler.speculation import MOST_BEHIND, PATIENCE, REST, Speculation
 from mlx_paged.scheduler.step import SampledToken, Step, StepReport, StepWork
 
 RIGHT = 7
@@ -54,7 +55,7 @@ def scheduler_with(
 ) -> Scheduler:
     """A scheduler that knows its costs: a step takes 10 ms and as much more for each row."""
     allocator = BlockAllocator(num_blocks, 4, states=StateIds() if has_states else None)
-    scheduler = Scheduler(allocator, 8, 64, drafter=drafter, **options)
+    scheduler = Scheduler(allocator, 8, 64, make_proposals=partial(Speculation, drafter), **options)
     for rows in (1, 8, 64, 1, 8, 64):
         scheduler.budget.observe(StepWork(rows, 10 * rows), 0.010 + row_seconds * rows)
     return scheduler
@@ -111,8 +112,8 @@ def test_wrong_drafts_leave_one_token_and_no_block():
     assert finish(scheduler, step) == [0]
     assert scheduler.allocator.store.blocks_in_use == in_use == 2
     assert request.num_computed == 6 and scheduler.allocator.num_tokens(0) == 6
-    assert (request.num_accepted, scheduler.speculation.num_accepted) == (0, 0)
-    assert request.num_drafted == scheduler.speculation.num_drafted > 3
+    assert (request.num_accepted, scheduler.proposals.num_right) == (0, 0)
+    assert request.num_drafted == scheduler.proposals.num_computed > 3
 
 
 def test_what_wrong_drafts_wrote_is_no_known_prefix():
@@ -132,7 +133,7 @@ def test_nothing_is_drafted_ahead_of_a_token_that_is_not_known():
     scheduler.allocator.make_writable(0, 5, 6)
     step = scheduler.schedule()
     assert [len(span.drafts) for span in step.spans] == [0]
-    assert scheduler.speculation.reads_first, "the next step may not be launched ahead"
+    assert scheduler.proposals.reads_first, "the next step may not be launched ahead"
 
 
 def test_drafts_that_cost_more_than_they_give_are_not_computed():
@@ -142,7 +143,7 @@ def test_drafts_that_cost_more_than_they_give_are_not_computed():
     assert 0 < len(cheap.spans[0].drafts) < 6
     dear = scheduler_with(Always(likelihood=0.3), row_seconds=0.005)
     started(dear, 5)
-    assert not dear.schedule().spans[0].drafts and not dear.speculation.reads_first
+    assert not dear.schedule().spans[0].drafts and not dear.proposals.reads_first
     none = scheduler_with(hopeless)
     started(none, 5)
     assert not none.schedule().spans[0].drafts
@@ -199,7 +200,9 @@ def test_drafts_end_before_the_last_token_and_at_the_bound_of_a_stall():
 
 
 def test_the_first_drafts_are_few_and_then_no_more_than_twice_as_many_rows():
-    scheduler = Scheduler(BlockAllocator(100, 4), 8, 64, drafter=Always(likelihood=0.99))
+    scheduler = Scheduler(
+        BlockAllocator(100, 4), 8, 64, make_proposals=partial(Speculation, Always(likelihood=0.99))
+    )
     started(scheduler, 5, 5)
     rows = []
     for _ in range(6):
@@ -234,7 +237,8 @@ def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: floa
     takes `of_row` seconds; times vary by a seventh."""
     rng = random.Random(7)
     right: dict[int, list[int]] = {}
-    scheduler = Scheduler(BlockAllocator(2000, 16), 16, 512, drafter=drafter)
+    source = None if drafter is None else partial(Speculation, drafter)
+    scheduler = Scheduler(BlockAllocator(2000, 16), 16, 512, make_proposals=source)
     for i in range(32):
         text = [rng.randrange(10**6) for _ in range(320)]
         edited = [t if rng.random() > 1 / 16 else rng.randrange(10**6) for t in text]
@@ -339,7 +343,7 @@ def test_tokens_to_compute_again_are_part_of_what_a_draft_costs():
         drafter = Always(likelihood=0.6)
         scheduler = scheduler_with(drafter, row_seconds=0.0016, has_states=not rewinds)
         (request,) = started(scheduler, 6)
-        depths[rewinds] = scheduler.speculation._depths({request: 0.6}).get(request, 0)
+        depths[rewinds] = scheduler.proposals._depths({request: 0.6}).get(request, 0)
     assert 0 < depths[False] < depths[True]
 
 

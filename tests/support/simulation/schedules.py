@@ -129,9 +129,9 @@ class Features:
         scheduler = engine.scheduler
         if (drafter := _drafter_for(solo, name)) is not None:
             drafter.never = runner.bad
-            scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
+            scheduler.proposals = Speculation(drafter, scheduler.allocator, scheduler.budget)
             if self.is_real or self.all_guesses or setting.max_stall is None:
-                take_every_guess(scheduler.speculation)
+                take_every_guess(scheduler.proposals)
         source = structured_calls if self.is_real else hash_model
         constraints = source.CONSTRAINTS if self.grammars else ()
         watch = TurnWatch(random.Random(f"{name}:turns"))
