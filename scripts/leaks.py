@@ -56,6 +56,8 @@ FEATURES = {
         ("*draft*", "*speculat*", "*ngram*", "num_accepted", "*proposal*"),
         at_home=("scheduler/progress.py", "scheduler/proposals.py"),
     ),
+    # Tokens after a request's own, for which the sampler has rows. Who guessed them it cannot know.
+    "beyond": Feature(("sampling/penalties.py",), ("*beyond*",)),
     "grammars": Feature(
         ("sampling/grammar.py", "sampling/grammar_trials.py"),
         ("*grammar*", "forced_after", "*fast_forward*"),

@@ -34,13 +34,13 @@ LOGGER = logging.getLogger(__name__)
 PAIRS = 9  # of a plain and a compiled step that are timed, unless they take too long
 MOST_SECONDS = 0.25  # no pair begins later after the first ones, in which a GPU compiles
 USES = 3  # steps of one size before a graph for them is traced, if that is not done at the start
-MOST_DRAFT_GRAPHS = 64
+MOST_RAGGED_GRAPHS = 64
 MOST_TRACE_SECONDS, MOST_TRACE_BYTES = 2.0, 2**28
 """What is spent at the start. Buckets that are not traced then are traced when they are used."""
 
 Arrays = list[mx.array]
 """Of one forward: tokens, positions, context lengths; then slots, tables and shared prefixes of
-each member of the layer groups; with drafts `cu_seqlens`."""
+each member of the layer groups; with several rows of a request `cu_seqlens`."""
 
 Compute = Callable[[Arrays], Scores]
 Results = tuple[Scores, Arrays, States]
@@ -152,28 +152,28 @@ class CompiledDecode:
         self._stream = mx.default_stream(mx.default_device())
         self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
         self._is_built = False  # the step that is traced now
-        self._takes_drafts = buckets.takes_ragged and pool.in_place and max_paged_queries() > 0
+        self._takes_ragged = buckets.takes_ragged and pool.in_place and max_paged_queries() > 0
         self._gathered = False  # whether a layer of the last forward did
         self._unshared: dict[int, mx.array] = {}  # by rows: shared prefixes of no sequence
         self._uses = Counter[Hashable]()  # steps of a size
         self._is_lazy = False  # whether some buckets were not traced at the start
-        self._drafted = set[int]()  # numbers of rows of such steps that have graphs
+        self._ragged = set[int]()  # numbers of rows of such steps that have graphs
 
     def takes(self, batch: Batch) -> bool:
-        """Whether each row chooses a token, of decodes or of drafts, which get no padding. On
-        layers with states: of decodes whose states grow no more."""
+        """Whether each row chooses a token, of decodes, or of requests with several rows,
+        which get no padding. On layers with states: of decodes whose states grow no more."""
         rows = len(batch.tokens)
         if not batch.samples_all or batch.layout is not Layout.ROWS:
             return False
         if batch.decodes_only:
             has_states = not self._forms or self._states.have(batch.spans, self._forms)
             return has_states and self._is_traced(batch)
-        if self._forms or row_bucket(rows) != rows or not self._takes_drafts:
+        if self._forms or row_bucket(rows) != rows or not self._takes_ragged:
             return False
         self._uses[rows] += 1  # a trace takes as long as several plain graphs
-        if self._uses[rows] >= USES and len(self._drafted) < MOST_DRAFT_GRAPHS:
-            self._drafted.add(rows)
-        return rows in self._drafted
+        if self._uses[rows] >= USES and len(self._ragged) < MOST_RAGGED_GRAPHS:
+            self._ragged.add(rows)
+        return rows in self._ragged
 
     def _is_traced(self, batch: Batch) -> bool:
         """Whether there is a graph for the batch, it is to be traced at once, or its size has

@@ -7,12 +7,12 @@ import mlx.core as mx
 
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.request import Request
+from mlx_paged.sampling.penalties import Beyond
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Scores
 from mlx_paged.scheduler.step import StepReport
 
-Drafts = dict[int, tuple[int, ...]]  # by request id
-SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
+SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Beyond]
 
 
 @dataclass(frozen=True, slots=True)

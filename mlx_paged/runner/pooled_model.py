@@ -1,4 +1,4 @@
-"""One model on one pool: an engine, its draft model and each rank hold one of these."""
+"""One model on one pool: an engine, a model that it has beside and each rank hold one of these."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -81,7 +81,7 @@ class MeasuredModel:
         beside: ModelProfile | None = None,
         compiles: bool = False,
     ) -> "MeasuredModel":
-        """Measure the memory. A draft model, `beside` this one, gets a part of it.
+        """Measure the memory. A model `beside` this one gets a part of it.
 
         Args:
             compiles: ask the GPU's compiler for all pipelines first, because where it refuses one,
@@ -304,10 +304,10 @@ def _step_bytes(model: nn.Module, profile: ModelProfile, config: PoolConfig) -> 
     return max(step_bytes(model, profile, *sizes) for sizes in of_steps)
 
 
-def _share(profile: ModelProfile, draft: ModelProfile) -> float:
-    """The part of the memory for K/V that a model gets beside a draft model with as many slots."""
+def _share(profile: ModelProfile, beside: ModelProfile) -> float:
+    """The part of the memory for K/V that a model gets beside another model with as many slots."""
     ours, theirs = (
         sum(shape.token_bytes for shape in each.shapes if shape is not None)
-        for each in (profile, draft)
+        for each in (profile, beside)
     )
     return ours / (ours + theirs) if theirs else 1.0

@@ -89,7 +89,7 @@ class SamplingRows:
         for i, request in enumerate(requests):
             if request.grammar is not None:
                 constrained.setdefault(request.id, []).append(i)
-        # Rows with a grammar, and how many drafts of the request come before each.
+        # Rows with a grammar, and how many tokens beyond the request's own come before each.
         self.constrained = [pair[::-1] for rows in constrained.values() for pair in enumerate(rows)]
         self.reported = Subset(reported, len(params)) if reported else None
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
@@ -179,17 +179,17 @@ def _biases(
     return (*_indices(cells), mx.array(_float32(values))), errors
 
 
-def tokens_of(request: Request, drafts: Mapping[int, Sequence[int]]) -> list[int]:
-    """A request's known tokens, and the drafts that follow them."""
-    own = drafts.get(request.id)
+def tokens_of(request: Request, beyond: Mapping[int, Sequence[int]]) -> list[int]:
+    """A request's own tokens, and those beyond them."""
+    own = beyond.get(request.id)
     return [*request.tokens, *own] if own else request.tokens
 
 
 def tokens_between(
-    request: Request, drafts: Mapping[int, Sequence[int]], start: int, stop: int
+    request: Request, beyond: Mapping[int, Sequence[int]], start: int, stop: int
 ) -> list[int]:
     """A copy of :func:`tokens_of` from position `start` to `stop`, without the others."""
-    tokens, own = request.tokens[start:stop], drafts.get(request.id)
+    tokens, own = request.tokens[start:stop], beyond.get(request.id)
     if own:
         count = len(request.tokens)
         tokens += own[max(0, start - count) : max(0, stop - count)]

@@ -172,13 +172,13 @@ class GrammarState:
 
 class Row(NamedTuple):
     """A row of logits for the token at index `length` of a request's tokens. The state stays before
-    the last `drafts` of the tokens, which are guesses."""
+    the last `beyond` of the tokens, which are not the request's yet."""
 
     row: int
     state: GrammarState
     tokens: list[int]
     length: int
-    drafts: int = 0
+    beyond: int = 0
 
 
 def masks_of(
@@ -191,19 +191,19 @@ def masks_of(
     """
     errors: dict[int, Exception] = {}
     waiting: list[tuple[Matcher, int]] = []
-    # By the id of a request's state: a copy of the state that has followed the drafts so far.
+    # By the id of a request's state: a copy that has followed the tokens beyond so far.
     ahead: dict[int, GrammarState] = {}
     words, known = -(-vocab // 32), -(-rows[0].state.vocab_size // 32)
     bits = ~np.zeros((len(rows), known), np.uint32)
     for index, each in enumerate(rows):
         state = each.state
         try:
-            if each.drafts:  # the copy of the row before has followed all tokens but the last one
+            if each.beyond:  # the copy of the row before has followed all tokens but the last one
                 state = ahead[id(each.state)] = ahead.get(id(state), state).copy(each.tokens)
             else:
                 state.follow(each.tokens)
         except ValueError as error:
-            if not each.drafts:  # else the model chooses another token than the draft
+            if not each.beyond:  # else the model chooses another token than this one
                 state.spend()
                 errors[each.row] = error.with_traceback(None)
             continue
@@ -217,7 +217,7 @@ def masks_of(
     if waiting:
         _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
     for matcher, index in waiting:
-        if matcher.is_error() and not rows[index].drafts:
+        if matcher.is_error() and not rows[index].beyond:
             rows[index].state.spend()
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
             errors[rows[index].row] = ValueError(reason)

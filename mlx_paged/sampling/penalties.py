@@ -24,8 +24,8 @@ from mlx_paged.sampling.columns import (
 )
 
 T = TypeVar("T")
-Drafts = Mapping[int, Sequence[int]]  # by request id
-NO_DRAFTS: Drafts = {}
+Beyond = Mapping[int, Sequence[int]]  # by request id, tokens after the request's own
+NOTHING_BEYOND: Beyond = {}
 
 NO_TOKEN = -1
 MAX_TAIL = 256  # tokens that a `TokenHistory` converts in each step at most
@@ -49,13 +49,13 @@ class Penalties:
     Args:
         requests: all requests of the batch.
         rows: those with penalties.
-        drafts: by request id, guesses that follow its tokens.
+        beyond: by request id, tokens that may follow its own.
     """
 
     def __init__(
-        self, requests: Sequence[Request], rows: Sequence[int], drafts: Drafts = NO_DRAFTS
+        self, requests: Sequence[Request], rows: Sequence[int], beyond: Beyond = NOTHING_BEYOND
     ) -> None:
-        self._drafts = drafts
+        self._beyond = beyond
         self._subset = Subset(rows, len(requests))
         self._row_indices = mx.array(self._subset.rows[:, None])
         self._requests = [requests[row] for row in rows]
@@ -125,7 +125,7 @@ class Penalties:
         past = np.full((len(self._requests), width), NO_TOKEN, np.int32)
         for row, request, length in zip(past, self._requests, num_tokens, strict=True):
             stop = int(length) - 1
-            tokens = tokens_between(request, self._drafts, max(0, stop - width), stop)
+            tokens = tokens_between(request, self._beyond, max(0, stop - width), stop)
             row[width - len(tokens) :] = tokens
         return mx.array(past)
 
@@ -172,12 +172,12 @@ def _counted(recent: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
 
 
 class TokenHistory:
-    """The tokens of one request, and its drafts behind them, as an array. Most steps convert only
+    """The tokens of one request, and those beyond them, as an array. Most steps convert only
     the latest tokens."""
 
-    def __init__(self, request: Request, drafts: Drafts = NO_DRAFTS) -> None:
+    def __init__(self, request: Request, beyond: Beyond = NOTHING_BEYOND) -> None:
         self.request = request
-        self._tokens = tokens_of(request, drafts)
+        self._tokens = tokens_of(request, beyond)
         self._head = mx.array([], mx.int32)
 
     def up_to(self, newest: mx.array, length: int) -> mx.array:

@@ -20,8 +20,8 @@ from mlx_paged.sampling.columns import (
 )
 from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import (
-    NO_DRAFTS,
-    Drafts,
+    NOTHING_BEYOND,
+    Beyond,
     Penalties,
     TokenHistory,
     biased,
@@ -112,7 +112,7 @@ class Sampler:
         newest: mx.array,
         lengths: npt.NDArray[np.int32] | None = None,
         scores: Scores | None = None,
-        drafts: Drafts = NO_DRAFTS,
+        beyond: Beyond = NOTHING_BEYOND,
     ) -> Sampled | None:
         """Choose a token for each row, evaluating nothing.
 
@@ -121,18 +121,21 @@ class Sampler:
 
         Args:
             logits: ``[R, vocab]``.
-            requests: one for each row. A request with drafts has several rows, one after the other.
+            requests: one for each row. A request may have several rows, one after the other.
             newest: the last token ``[R]`` int32 of each request. A token in flight is not in
                 ``request.tokens`` yet.
             lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
             scores: of these logits, or of others; None: not computed yet.
-            drafts: by request id, the guesses for which it has further rows.
+            beyond: by request id, the tokens after its own that its further rows follow. The
+                request may never get them.
         """
         assert len(requests) == len(logits) == len(newest), "one row for each request"
         known, vocab = self._rows, logits.shape[-1]
         changed = known.vocab != vocab or known.requests != list(requests)
-        if changed or drafts or self._drafts:  # what is kept of the latest tokens has wrong drafts
-            self._compose(requests, vocab, drafts)
+        if (
+            changed or beyond or self._beyond
+        ):  # what is kept of the latest tokens may have wrong ones
+            self._compose(requests, vocab, beyond)
         rows = self._rows
         if lengths is None:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
@@ -140,8 +143,8 @@ class Sampler:
         allowed: mx.array | None = None
         samplers = rows.samplers
         constrained = [  # without requests that ended after the step was launched
-            _row(requests[i], i, int(lengths[i]), num_drafts, drafts)
-            for i, num_drafts in rows.constrained
+            _row(requests[i], i, int(lengths[i]), num_beyond, beyond)
+            for i, num_beyond in rows.constrained
             if not requests[i].finish_reason
         ]
         if any([row.length > len(row.tokens) for row in constrained]):
@@ -178,11 +181,13 @@ class Sampler:
             )
         return Sampled(tokens, own[:, 0], logprobs, tops[0], tops[1], chosen, errors)
 
-    def _compose(self, requests: Sequence[Request], vocab: int, drafts: Drafts = NO_DRAFTS) -> None:
+    def _compose(
+        self, requests: Sequence[Request], vocab: int, beyond: Beyond = NOTHING_BEYOND
+    ) -> None:
         rows = self._rows = SamplingRows(requests, vocab)
-        self._drafts = drafts
-        self._penalties = Penalties(requests, rows.penalised, drafts) if rows.penalised else None
-        self._histories = {row: TokenHistory(requests[row], drafts) for row in rows.processed}
+        self._beyond = beyond
+        self._penalties = Penalties(requests, rows.penalised, beyond) if rows.penalised else None
+        self._histories = {row: TokenHistory(requests[row], beyond) for row in rows.processed}
 
     def _processed(
         self,
@@ -204,13 +209,13 @@ class Sampler:
         return row_by_row(logits, self._histories, process, errors)
 
 
-def _row(request: Request, index: int, length: int, num_drafts: int, drafts: Drafts) -> Row:
-    """The row at `index`, behind `num_drafts` of the request's drafts."""
+def _row(request: Request, index: int, length: int, num_beyond: int, beyond: Beyond) -> Row:
+    """The row at `index`, behind `num_beyond` tokens beyond the request's own."""
     assert isinstance(request.grammar, GrammarState)
     tokens = request.tokens
-    if request.id in drafts:
-        tokens = tokens_between(request, drafts, 0, length)
-    return Row(index, request.grammar, tokens, length, num_drafts)
+    if request.id in beyond:
+        tokens = tokens_between(request, beyond, 0, length)
+    return Row(index, request.grammar, tokens, length, num_beyond)
 
 
 def _allowed(

@@ -73,7 +73,7 @@ def test_drafts_are_traced_when_they_come_often(monkeypatch):
     takes = engine.runner.compiled.takes
     assert [takes(batch(5)) for _ in range(4)] == [False, False, True, True]
     assert not takes(batch(4, Layout.CHUNK)) and not any(takes(batch(33)) for _ in range(5))
-    monkeypatch.setattr(compiled_decode, "MOST_DRAFT_GRAPHS", 2)
+    monkeypatch.setattr(compiled_decode, "MOST_RAGGED_GRAPHS", 2)
     assert [takes(batch(6)) for _ in range(3)] == [False, False, True]
     assert not any(takes(batch(7)) for _ in range(5))
     assert takes(batch(5)) and takes(batch(6))
