@@ -195,7 +195,8 @@ class Scheduler(Places):
         were wrong leave the report. Learn from the step's time."""
         step = report.step
         self.progress.settle(report)
-        self.proposals.learn(report)
+        if self.proposals.exist:
+            self.proposals.learn(report)
         for choice in report.choices if self._isolated else ():
             if choice.error is None:
                 self.clear(choice.request)
@@ -310,7 +311,8 @@ class Scheduler(Places):
         decodes, planning.prompts, exhausted = _sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
-        decodes = self.proposals.schedule(planning, decodes)
+        if self.proposals.exist:
+            decodes = self.proposals.schedule(planning, decodes)
         self._schedule_decodes(planning, decodes)
         if planning.prompts or self.waiting.serials:
             self._schedule_prompts(planning)
