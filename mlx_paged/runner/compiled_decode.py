@@ -242,7 +242,7 @@ class CompiledDecode:
         """The pool has other arrays: trace anew the sizes of steps that are used often."""
         self._functions.clear()
         self._uses.clear()
-        self._drafted.clear()
+        self._ragged.clear()
         self._is_lazy = True
 
     def problem(self, if_faster: bool) -> str | None:
