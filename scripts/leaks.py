@@ -129,7 +129,7 @@ VERBS = {
     "scheduler": {
         *("add", "check_fits", "schedule", "commit", "complete", "recover", "clear", "fork"),
         *("begun", "settle", "foresee", "copies_done", "take_released", "discard"),
-        *("forget_cached", "leave_tier", "park", "unpark", "release", "levels"),
+        *("forget_cached", "leave_tier", "park", "unpark", "release", "levels", "ahead_of"),
         *("blocks_in_use", "gives_several", "has_tier", "tier_metrics", "refcount_histogram"),
         *("copies_when_idle", "has_more_copies", "keep_copies"),
         *("budget", "forget_kept", "least_blocks", "blocks_needed", "shrink", "grow"),

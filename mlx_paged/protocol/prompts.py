@@ -55,21 +55,9 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
     try:
         if "messages" not in fields:
             return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
-        if not (model.image_processor and model.abilities.shows_results):
-            fields = fields | {"messages": images.told(fields["messages"])}
-        given = images.taken(fields["messages"])
-        sees = model.image_processor and tokenizer.has_chat_template
-        require(not given or sees, "messages", "text only: this model sees no images", "one")
+        text, fields, chat_args, given = _chat(model, fields, template_args)
         if not tokenizer.has_chat_template:
-            name, is_free = "continue_final_message", not fields["continue_final_message"]
-            require(is_free, name, "nothing, for the model has no chat template", True)
-            text = convert_chat(fields["messages"], fields["role_mapping"])
-            return [Prompt(_tokens(model, all_plain(tokenizer, text), fields), "")]
-        _check_room(model, fields, num_turns(fields["messages"]))  # before they are rendered
-        fields = fields | {"messages": merged(fields["messages"], model.abilities.joins)}
-        own, _ = thinking.template_args(model, fields)
-        chat_args = template_args | own | fields["chat_template_kwargs"]
-        text = _rendered(model, fields, chat_args)
+            return [Prompt(_tokens(model, text, fields), "")]
         ends: tuple[int, ...] = ()
         if given and model.image_processor is not None:
             _tokens(model, text, fields, add_special_tokens=False)  # an image has one or more
@@ -88,6 +76,53 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
         raise
     except Exception as error:  # a chat template can raise anything
         raise ValueError(f"no prompt can be made of the request: {error}") from error
+
+
+def text_of_chat(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) -> str:
+    """The text that the chat template makes of the messages of a request; the arguments and errors
+    are those of :func:`encode`."""
+    try:
+        return str(_chat(model, fields, template_args)[0])
+    except ContextExceeded:
+        raise
+    except Exception as error:
+        raise ValueError(f"no prompt can be made of the request: {error}") from error
+
+
+def tokens_of(model: ModelTraits, text: str, is_added: bool) -> list[int]:
+    """The token ids of a text of any number of tokens, if its bytes can fit into the context.
+
+    Args:
+        is_added: whether the tokenizer adds the special tokens that it has for a beginning and end.
+    """
+    limit = model.max_context * model.longest_token
+    expected = f"at most {limit} bytes, which may fit into the context"
+    require(len(text.encode()) <= limit, "prompt", expected, len(text.encode()))
+    with may_take_long():
+        return encoded(model.tokenizer, text, add_special_tokens=is_added)
+
+
+def _chat(
+    model: ModelTraits, fields: Fields, template_args: dict[str, Any]
+) -> tuple[str, Fields, dict[str, Any], list[Any]]:
+    """The text of a chat, the fields with the messages that it shows, the arguments of the chat
+    template, and the images."""
+    tokenizer = model.tokenizer
+    if not (model.image_processor and model.abilities.shows_results):
+        fields = fields | {"messages": images.told(fields["messages"])}
+    given = images.taken(fields["messages"])
+    sees = model.image_processor and tokenizer.has_chat_template
+    require(not given or sees, "messages", "text only: this model sees no images", "one")
+    if not tokenizer.has_chat_template:
+        name, is_free = "continue_final_message", not fields["continue_final_message"]
+        require(is_free, name, "nothing, for the model has no chat template", True)
+        text = convert_chat(fields["messages"], fields["role_mapping"])
+        return all_plain(tokenizer, text), fields, {}, []
+    _check_room(model, fields, num_turns(fields["messages"]))  # before they are rendered
+    fields = fields | {"messages": merged(fields["messages"], model.abilities.joins)}
+    own, _ = thinking.template_args(model, fields)
+    chat_args = template_args | own | fields["chat_template_kwargs"]
+    return _rendered(model, fields, chat_args), fields, chat_args, given
 
 
 def sampling(model: ModelTraits, prompt: Prompt, fields: Fields, args: Namespace) -> SamplingParams:

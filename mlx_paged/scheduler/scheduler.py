@@ -304,6 +304,13 @@ class Scheduler(Places):
             accepted_drafts=proposals.num_right,
         )
 
+    def ahead_of(self, keys: Sequence[int], salt: bytes) -> tuple[int, int]:
+        """How many leading tokens of a prompt are known, and how many prompt tokens of requests
+        that run or wait are not computed yet."""
+        requests = (*self.running, *self.waiting)
+        left = sum(max(0, each.num_prompt - each.num_computed) for each in requests)
+        return self.allocator.cached_prefix(keys, salt), left
+
     # What is computed
 
     def _schedule_all(self, planning: Planning) -> None:

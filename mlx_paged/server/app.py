@@ -33,6 +33,7 @@ from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
 from mlx_paged.server.request_log import logged, record_of
 from mlx_paged.server.tickets import Tickets
+from mlx_paged.server.token_endpoints import TOKEN_ENDPOINTS, as_text
 from mlx_paged.server.workers import Probes, Workers
 from mlx_paged.vision.images import has_image
 
@@ -61,8 +62,13 @@ APIS: dict[str, tuple[type[Answer], Callable[[Fields], Fields] | None]] = {
     messages.PATHS[0]: (MessageAnswer, partial(messages.as_chat, counts=False)),
     COUNT_TOKENS: (MessageAnswer, partial(messages.as_chat, counts=True)),
     responses.PATH: (ResponseAnswer, responses.as_chat),
+    **dict.fromkeys(("/tokenize", "/detokenize"), (Answer, as_text)),
+    **dict.fromkeys(("/apply-template", "/v1/estimate"), (Answer, dict)),
 }
 """By path: how an answer is written, and what makes a body for chat completions of a request."""
+
+FOR_TEXTS = ("/tokenize", "/detokenize", "/v1/estimate")
+"""Paths whose bodies may be for completions, too: bodies without messages are."""
 
 
 def make_app(args: argparse.Namespace, models: Models) -> Starlette:
@@ -242,7 +248,8 @@ def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]
     the names of fields that are ignored."""
     body, (_, as_chat) = json_text.parse(raw), APIS[path]
     chat = as_chat(body) if as_chat else body
-    fields, unknown = request_body.read(chat, as_chat is not None, max_samples)
+    is_chat = as_chat is not None and ("messages" in chat or path not in FOR_TEXTS)
+    fields, unknown = request_body.read(chat, is_chat, max_samples)
     return fields | {"body": body}, unknown
 
 
@@ -271,6 +278,10 @@ async def _complete(request: Request) -> Answer | Response:
     answer.ignore(unknown)
     if url == COUNT_TOKENS:
         return JsonAnswer({"input_tokens": await count_tokens(answer)}, headers=answer.headers)
+    if url in TOKEN_ENDPOINTS:
+        found = JsonAnswer(await TOKEN_ENDPOINTS[url](answer), headers=answer.headers)
+        share.grow(len(found.body), "the answer")
+        return found
     return answer
 
 

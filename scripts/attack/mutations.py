@@ -13,6 +13,7 @@ from scripts.soak_clients import SCHEMA, TOOL
 PATIENCE_S = 60.0
 LEAVES_S = 12.0  # where the number of tokens was changed
 COUNT_TOKENS = "/v1/messages/count_tokens"
+TOKEN_PATHS = ("/tokenize", "/detokenize", "/apply-template", "/v1/estimate")
 DEPTHS = (150, 250, 980, 5000, 60_000)
 
 TEXTS: tuple[str, ...] = (
@@ -35,9 +36,12 @@ def valid(rng: random.Random) -> tuple[str, dict[str, Any]]:
     if rng.random() < 0.3:
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": "short"}]})
     few = rng.randint(1, 8)
-    api = rng.choice((*PATHS, "count"))
+    api = rng.choice((*PATHS, "count", "tokens"))
     if api == "count":
         return COUNT_TOKENS, {"messages": messages[-1:]}
+    if api == "tokens":
+        bodies = ({"content": text}, {"tokens": [1, 2, 3]}, {"messages": messages})
+        return rng.choice(TOKEN_PATHS), dict(rng.choice(bodies))
     body: dict[str, Any] = {"stream": rng.random() < 0.4, "seed": rng.randrange(9)}
     if api == "completions":
         prompts = (text, [text, text], [1, 2, 3], [[1, 2], [3]])

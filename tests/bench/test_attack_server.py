@@ -141,7 +141,7 @@ class TestRequests:
         seen = {name for name in all_fields() if any(f'"{name}":'.encode() in b for b in bodies)}
         assert all_fields() - seen <= {name for name in all_fields() if name.startswith("max_")}
         paths = {body.split()[1].decode() for body in bodies}
-        assert paths == {*mutations.PATHS.values(), mutations.COUNT_TOKENS}
+        assert paths == {*mutations.PATHS.values(), mutations.COUNT_TOKENS, *mutations.TOKEN_PATHS}
         whole = sum(b'"stream":false' in body or b'"stream":true' in body for body in bodies)
         assert whole > 2000  # the most are still like requests
 

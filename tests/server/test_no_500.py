@@ -19,6 +19,10 @@ VALID = {
     "/v1/messages": {"messages": TURNS, "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": TURNS},
     "/v1/responses": {"input": "def f", "max_output_tokens": 1},
+    "/tokenize": {"content": "def f"},
+    "/detokenize": {"tokens": [5, 6]},
+    "/apply-template": {"messages": TURNS},
+    "/v1/estimate": {"prompt": "def f"},
 }
 STRANGE = {
     "NaN": "NaN",
