@@ -141,14 +141,12 @@ FAILING_PARTS = {
     "the queue": lambda engine: (engine.scheduler, "add"),
     "the tokenizer": lambda engine: (engine._outputs, "add"),
     "the fork of its blocks": lambda engine: (engine.scheduler.allocator, "fork"),
-    "the fork of its states": lambda engine: (engine.runner, "fork"),
 }
 FAILURES = [(name, "the tokenizer") for name in ADDERS] + [
     ("add_request", "the queue"),
     ("add_samples", "the queue"),
     ("add_beam_search", "the queue"),
     ("fork", "the fork of its blocks"),
-    ("fork", "the fork of its states"),
 ]
 
 
