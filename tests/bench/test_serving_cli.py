@@ -199,7 +199,7 @@ def test_a_report_is_written_with_the_json_line(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_short_prompts_are_measured_with_long_ones_before_them_and_without(capsys, monkeypatch):
-    monkeypatch.setattr("bench.serving.workload.STREAMS", (8, 16, 120))
+    monkeypatch.setattr("bench.flags.presets.STREAMS", (8, 16, 120))
     options = ["--model=tiny", "--engines=mlx_paged", "--no-static", "--arrivals-by-step=20"]
     lines, outcome, status = run(capsys, "--preset=short-behind-long", *options)
     row = outcome["short_behind_long"]["mlx_paged"]
