@@ -182,7 +182,10 @@ def test_ctrl_c_reaches_the_program_alone(run, tmp_path):
         (["no.py"], "argument SCRIPT or COMMAND: expected a file or Python command, got 'no.py'"),
         (["ls"], "argument SCRIPT or COMMAND: expected a file or Python command, got 'ls'"),
         (["-m"], "argument -m: expected a Python module, got ''"),
-        (["-m", "mlx_vlm.generate"], "mlx_vlm has caches of its own, to which the patch does nothing"),
+        (
+            ["-m", "mlx_vlm.generate"],
+            "mlx_vlm has caches of its own, to which the patch does nothing",
+        ),
         (["mlx_vlm.generate"], "mlx_vlm has caches of its own, to which the patch does nothing"),
         (["-m", "mlx_lm.nothing"], "argument -m: expected a .* module, got 'mlx_lm.nothing'"),
         (["--block-size", "0", "x"], "argument --block-size: expected a whole .*, got '0'"),
@@ -191,7 +194,7 @@ def test_ctrl_c_reaches_the_program_alone(run, tmp_path):
             ["--kv-memory", "1e6", "tool.py"],
             "kv_memory is 10+ bytes .1000000.000 GB.: expected at most .*",
         ),
-        (["--blocks", "8", "tool.py"], "unrecognized arguments: --blocks 8 .*--block-size.*"),
+        (["--blocks", "8", "tool.py"], r"unrecognized arguments: --blocks 8 .*--block-size.*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
