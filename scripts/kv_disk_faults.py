@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -227,6 +228,7 @@ def calls(life: Faults) -> Iterator[Options]:
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
             may_fail = getattr(packs._thread, "may_wait", False)
+            may_fail = may_fail and threading.current_thread() is not threading.main_thread()
             if may_fail and life.rng.random() < rate:
                 failed["raised"] += 1
                 code = life.rng.choice(errors)
