@@ -251,13 +251,13 @@ class PooledModel:
 def _compiled(
     profiles: Sequence[ModelProfile], config: PoolConfig, compiles: bool = True
 ) -> float | None:
-    """Compile the pipelines of some models on pools of two blocks. Returns the seconds that it
-    took; None if there are none, or `compiles` is False."""
+    """Compile the pipelines of a model, and of a draft model behind it, on pools of two blocks.
+    Returns the seconds that it took; None if there are none, or `compiles` is False."""
     seconds = []
     for profile in profiles if compiles else ():
         plan = profile.pool_plan(config.block_size)
         only_ragged = profile.batching is Batching.MIXED
-        has_disk = config.kv_disk is not None
+        has_disk = config.kv_disk is not None and profile is profiles[0]
         took = prewarm(profile.attentions, config.block_size, plan, has_disk, only_ragged)
         seconds += [] if took is None else [took]
     return sum(seconds) if seconds else None

@@ -13,6 +13,6 @@ def test_help_explains_every_flag_and_shows_each_default_once(make_parser):
     text = " ".join(parser.format_help().split())
     assert "sampling temperature; 0 is greedy decoding (default: 0.0)" in text
     assert "tokens per KV block (default: 16)" in text
-    assert "default: what the device can spare)" in text
+    assert "default: leaves room for others)" in text
     assert "(default: None)" not in text and "(default: False)" not in text
     assert all(help.count("(default") <= 1 for help in text.split(" --"))
