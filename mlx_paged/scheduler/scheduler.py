@@ -307,7 +307,7 @@ class Scheduler(Places):
     def ahead_of(self, keys: Sequence[int], salt: bytes) -> tuple[int, int]:
         """How many leading tokens of a prompt are known, and how many prompt tokens of requests
         that run or wait are not computed yet."""
-        requests = (*self.running, *self.waiting)
+        requests = (*self.running.values(), *self.waiting)
         left = sum(max(0, each.num_prompt - each.num_computed) for each in requests)
         return self.allocator.cached_prefix(keys, salt), left
 

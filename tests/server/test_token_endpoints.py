@@ -2,6 +2,7 @@
 
 import pytest
 
+from mlx_paged.engine.estimates import estimate
 from tests.support.commands.server_harness import TEMPLATE, demo, live, only_model, post
 
 LIMIT = 96
@@ -109,3 +110,20 @@ def test_a_mistake_is_named(server, path, body, message):
 def test_a_field_without_effect_is_told(server):
     _, headers, _ = post(server, {"content": "a", "colour": "red"}, "/tokenize")
     assert headers["x-ignored-fields"] == "colour"
+
+
+def test_an_estimate_counts_prompts_that_run_and_wait(server):
+    prompts = [[9] * 40, [11] * 50]
+
+    def ahead(engine):
+        ids = [engine.add_request(prompt, max_tokens=8) for prompt in prompts]
+        before = estimate(engine, [7, 8], "")
+        while len(engine.scheduler.running) < 2:
+            engine.step()
+        engine.settle()
+        after = estimate(engine, [7, 8], "")
+        for each in ids:
+            engine.abort(each)
+        return before.tokens_ahead, after.tokens_ahead
+
+    assert only_model(server).service.call(ahead) == (90, 0)
