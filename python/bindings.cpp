@@ -8,6 +8,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <functional>
 #include <new>
 #include <unordered_set>
 
@@ -90,8 +92,8 @@ constexpr const char* kHasValuesDoc =
     R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
 
 constexpr const char* kArraysInDoc =
-    R"(The arrays in nested dicts, lists and tuples, in order, and a number of the dicts' keys and of
-the others' lengths.)";
+    R"(The arrays in nested dicts, lists and tuples, in order, and a number of the rest: keys, lengths,
+classes of dicts, and the numbers and strings beside the arrays.)";
 
 constexpr const char* kAreOneDoc =
     R"(Whether two arrays of Python are one array of MLX. An array that is changed in place becomes
@@ -204,29 +206,46 @@ nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
   return found;
 }
 
-// Adds the arrays of nested dicts, lists and tuples to `arrays`, and the keys to `keys`.
-void add_arrays(nb::handle tree, nb::list& arrays, size_t& keys) {
+// Mixes a value into a number, so that each bit of it changes about half of the bits.
+void mix(uint64_t& number, uint64_t value) {
+  number = (number ^ value) * 0x9E3779B97F4A7C15ULL;
+  number ^= number >> 29;
+}
+
+// Adds the arrays of nested dicts, lists and tuples to `arrays`, and the rest to `number`: the
+// sizes, the keys, the numbers and strings among the leaves, and the classes of modules.
+void add_arrays(nb::handle tree, nb::list& arrays, uint64_t& number) {
+  PyObject* object = tree.ptr();
   if (nb::isinstance<mx::array>(tree)) {
     arrays.append(tree);
-  } else if (PyDict_Check(tree.ptr())) {
+    mix(number, 1);
+  } else if (PyDict_Check(object)) {
+    mix(number, static_cast<uint64_t>(PyDict_Size(object)));
+    mix(number, reinterpret_cast<uintptr_t>(Py_TYPE(object)));
     PyObject *key = nullptr, *value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(tree.ptr(), &at, &key, &value) != 0;) {
-      keys = keys * 31 + static_cast<size_t>(nb::hash(nb::handle(key)));
-      add_arrays(value, arrays, keys);
+    for (Py_ssize_t at = 0; PyDict_Next(object, &at, &key, &value) != 0;) {
+      mix(number, static_cast<uint64_t>(nb::hash(nb::handle(key))));
+      add_arrays(value, arrays, number);
     }
-  } else if (PyList_Check(tree.ptr()) || PyTuple_Check(tree.ptr())) {
-    keys = keys * 31 + nb::len(tree);
+  } else if (PyList_Check(object) || PyTuple_Check(object)) {
+    mix(number, ~static_cast<uint64_t>(nb::len(tree)));
     for (const nb::handle value : tree) {
-      add_arrays(value, arrays, keys);
+      add_arrays(value, arrays, number);
     }
+  } else if (PyFloat_Check(object)) {
+    mix(number, std::hash<double>{}(PyFloat_AS_DOUBLE(object)));
+  } else if (PyLong_Check(object)) {  // Python's hashes of -1 and -2 are one
+    mix(number, PyLong_AsUnsignedLongLongMask(object));
+  } else if (PyUnicode_Check(object)) {
+    mix(number, static_cast<uint64_t>(nb::hash(tree)));
   }
 }
 
 std::pair<nb::list, int64_t> arrays_in(nb::handle tree) {
   nb::list arrays;
-  size_t keys = 0;
-  add_arrays(tree, arrays, keys);
-  return {arrays, static_cast<int64_t>(keys >> 2)};
+  uint64_t number = 0;
+  add_arrays(tree, arrays, number);
+  return {arrays, static_cast<int64_t>(number >> 2)};
 }
 
 }  // namespace

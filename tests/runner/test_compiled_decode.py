@@ -143,6 +143,64 @@ def test_parameters_are_given_in_the_order_of_the_tree():
     assert len(numbers) == len(trees) and ops.arrays_in((x, [], {}, None, 3))[0] == [x]
 
 
+def test_trees_of_other_forms_have_other_numbers():
+    x = mx.ones(1)
+    trees = [
+        {"a": {"b": x}, "c": x},
+        {"a": {"b": x, "c": x}},
+        {"a": {}, "b": x},
+        {"a": x, "b": {}},
+        *[{"a": x, "b": leaf} for leaf in (1, 2, 3, -1, -2, 1.5, -1.0, -2.0, "u", "v")],
+    ]
+    assert len({ops.arrays_in(tree)[1] for tree in trees}) == len(trees)
+
+
+class Gained(nn.Module):
+    """A layer whose output is multiplied by a number in a dict."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.numbers = layer, {"gain": 1.0}
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.layer(x) * self.numbers["gain"]
+
+
+class Negated(nn.Linear):
+    """A layer with the parameters of `nn.Linear`."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return -super().__call__(x)
+
+
+def negate(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        old = layer.mlp.layer.down_proj
+        new = Negated(*reversed(old.weight.shape), bias="bias" in old)
+        layer.mlp.layer.down_proj = new.update(old.parameters())
+
+
+def gain(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.mlp.numbers = {"gain": -4.0}
+
+
+@pytest.mark.parametrize("change", [gain, negate])
+def test_other_numbers_and_classes_are_traced_again(change):
+    found = []
+    for flag in (True, False):
+        model = build("llama")
+        for layer in model.model.layers:
+            layer.mlp = Gained(layer.mlp)
+        engine = Engine(model, **SMALL, prefix_cache=False, compile=flag)
+        before = [done.tokens for done in engine.generate(prompts(3), max_tokens=12)]
+        assert is_compiled(engine) == flag
+        change(model)
+        found.append([done.tokens for done in engine.generate(prompts(3), max_tokens=12)])
+        assert found[-1] != before
+    assert found[0] == found[1]
+
+
 def test_quantized_layers_are_traced_again():
     engines = []
     for flag in (True, False):
