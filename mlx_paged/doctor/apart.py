@@ -8,11 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mlx_paged.doctor.findings import Findings
+from mlx_paged.doctor.findings import FAILED, UNFINISHED, Findings
 
 MOST_SECONDS = {True: 300, False: 1200}
-"""Of a quick and of a whole check. A GPU that hangs answers nobody; some 1,000 pipelines are
-compiled one after the other."""
+"""Of a quick and of a whole check. A GPU that hangs answers nobody; up to 1,254 pipelines of a kind
+are compiled one after the other."""
+
+STATUSES = 0, FAILED, UNFINISHED
+"""Exit statuses of a process that has said all that it found."""
 
 
 def found_apart(only: str, quick: bool, **environment: str) -> Findings:
@@ -31,9 +34,9 @@ def found_apart(only: str, quick: bool, **environment: str) -> Findings:
             )
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             problem = f"ended with status {done.returncode}: {last}"
-            has_ended = done.returncode in (0, 1)
+            has_ended, is_late = done.returncode in STATUSES, False
         except subprocess.TimeoutExpired:
-            problem, has_ended = f"no answer in {MOST_SECONDS[quick]} s", False
+            has_ended, is_late = False, True
         checks = {}
         with suppress(OSError, ValueError):  # it may have ended while it wrote
             checks = json.loads(path.read_text())["checks"]
@@ -42,6 +45,8 @@ def found_apart(only: str, quick: bool, **environment: str) -> Findings:
         (known,) = checks.values()
         known.pop("ok")
         found = Findings(**known)
-    if not checks or not has_ended:
+    if is_late:
+        found.unfinished = f"{found.counted or 'nothing counted'} in {MOST_SECONDS[quick]} s"
+    elif not checks or not has_ended:
         found.failures.append(f"{only}: {problem}")
     return found

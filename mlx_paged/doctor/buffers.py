@@ -27,6 +27,7 @@ def compare_buffers(found: Findings, quick: bool) -> None:
     for operations in (SHORT, MANY):
         of_step = found_apart(STEP, quick, **{OPERATIONS: str(operations)})
         found.failures += of_step.failures
+        found.unfinished = found.unfinished or of_step.unfinished
         if of_step.ok:
             steps[operations] = of_step.numbers["step_ms"]
     if len(steps) < 2:

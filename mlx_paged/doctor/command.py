@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_paged.cli import Parser
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.buffers import check_step
-from mlx_paged.doctor.findings import Check, Findings, page, run_check
+from mlx_paged.doctor.findings import Check, Findings, page, run_check, status
 from mlx_paged.doctor.flags import KINDS, STEP, unknown
 from mlx_paged.doctor.kernels import check_kernels, chosen, compare
 from mlx_paged.doctor.machine import check_machine
@@ -27,7 +27,6 @@ from mlx_paged.doctor.tokens import check_order, check_tokens
 from mlx_paged.doctor.variants import all_variants
 from mlx_paged.starting import INTERRUPTED
 
-FAILED = 1
 CHECKS: dict[str, Check] = {
     "machine": check_machine,
     "kernels": check_kernels,
@@ -43,7 +42,8 @@ APART = {"machine", "products", "tokens", "order", "memory", "speed"}
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
-    """Run the checks. Returns 0 if all is right, 1 if not, 130 after Ctrl-C."""
+    """Run the checks. Returns 0 if all is right, 1 if something is not, 3 if nothing is wrong but a
+    check was not finished, 130 after Ctrl-C."""
     checks = _chosen(args.only)
     if not checks:
         parser.error(unknown(args.only))
@@ -67,7 +67,7 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     print(page(results, args.quick))
-    return 0 if all(found.ok for found in results) else FAILED
+    return status(results)
 
 
 def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:

@@ -1,7 +1,7 @@
 """What checks find, and the page that says it."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
@@ -10,6 +10,12 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 T = TypeVar("T")
+
+FAILED, UNFINISHED = 1, 3
+"""Exit statuses: something is wrong; nothing is, but not all was checked."""
+
+NOT_FINISHED = "not finished"
+"""What the page says of a check that was ended before its end, and in which nothing is wrong."""
 
 SAVED_EVERY_S = 5
 MAX_SHOWN = 8  # failures of a check that the page shows; the JSON file has all
@@ -27,22 +33,36 @@ class Findings:
     seconds: float = 0.0
     num_wrong: int = 0  # failures that are wrong numbers
     verdict: str = ""  # what the page's first line says of it
+    counted: str = ""  # how much is checked: "412 of 1254 variants"
+    unfinished: str = ""  # why not all of it is checked; no failure
 
     @property
     def ok(self) -> bool:
-        return not self.failures
+        """Whether nothing has failed and nothing is left."""
+        return not self.failures and not self.unfinished
 
-    def progress(self, items: Iterable[T], unit: str) -> Iterator[T]:
-        """The items, with a progress bar on stderr if that is a terminal."""
-        return iter(tqdm(items, desc=self.name, unit=unit, leave=False, disable=None))
+    @property
+    def state(self) -> str:
+        if self.failures:
+            return "FAILED"
+        return NOT_FINISHED if self.unfinished else "ok"
+
+    def progress(self, items: Collection[T], unit: str) -> Iterator[T]:
+        """The items, which are counted, with a progress bar on stderr if that is a terminal."""
+        bar = tqdm(items, desc=self.name, unit=unit, leave=False, disable=None)
+        for done, item in enumerate(bar):
+            self.counted = f"{done} of {len(items)} {unit}s"
+            yield item
+        self.counted = f"{len(items)} of {len(items)} {unit}s"
 
     def text(self) -> str:
         """The part of the page about this check."""
-        shown = [f"FAILED: {failure}" for failure in self.failures[:MAX_SHOWN]]
+        shown = [f"{NOT_FINISHED}: {self.unfinished}"] * bool(self.unfinished)
+        shown += [f"FAILED: {failure}" for failure in self.failures[:MAX_SHOWN]]
         if len(self.failures) > MAX_SHOWN:
             shown.append(f"FAILED: {len(self.failures) - MAX_SHOWN} more")
         lines = [line for entry in [*self.lines, *shown] for line in entry.splitlines()]
-        head = f"{self.name}: {'ok' if self.ok else 'FAILED'} ({self.seconds:.1f} s)"
+        head = f"{self.name}: {self.state} ({self.seconds:.1f} s)"
         return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
@@ -84,9 +104,20 @@ def message(error: Exception) -> str:
 
 def page(checks: list[Findings], quick: bool) -> str:
     """What an issue needs; its first line is the verdict."""
-    failed = [found.name for found in checks if not found.ok]
-    verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks are ok"
+    states = {
+        state: ", ".join(found.name for found in checks if found.state == state)
+        for state in ("FAILED", NOT_FINISHED)
+    }
+    told = [f"{state}: {names}" for state, names in states.items() if names]
+    verdict = "; ".join(told) or "all checks are ok"
     seconds = sum(found.seconds for found in checks)
     parts = [f"mlx_paged.doctor{' --quick' if quick else ''}: {verdict} ({seconds:.0f} s)"]
     head = "; ".join([*parts, *(found.verdict for found in checks if found.verdict)])
     return "\n".join([head, *(found.text() for found in checks)])
+
+
+def status(checks: Sequence[Findings]) -> int:
+    """The exit status."""
+    if any(found.failures for found in checks):
+        return FAILED
+    return 0 if all(found.ok for found in checks) else UNFINISHED

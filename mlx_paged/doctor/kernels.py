@@ -49,6 +49,7 @@ def chosen(quick: bool, kind: str | None = None) -> list[Variant]:
 def compare_apart(quick: bool, found: Findings) -> None:
     """Compare each kind in a process of its own: whatever happens there, the others are judged."""
     found.numbers |= {"kinds": {}, "refused": {}}
+    late = list[str]()
     for kind in found.progress(KINDS, "kind"):
         of_kind = found_apart(kind, quick)
         numbers = of_kind.numbers
@@ -57,7 +58,9 @@ def compare_apart(quick: bool, found: Findings) -> None:
         found.numbers["kinds"][kind] = numbers
         found.numbers["refused"] |= numbers.get("refused", {})
         done = f"{numbers.get('run', 0)} of {len(chosen(quick, kind))} variants run"
-        found.lines.append(f"{kind}: {'ok' if of_kind.ok else 'FAILED'}, {done}")
+        found.lines.append(f"{kind}: {of_kind.state}, {done}")
+        late += [f"{kind}: {of_kind.unfinished}"] * bool(of_kind.unfinished)
+    found.unfinished = "; ".join(late)
     _tell_refused(found)
 
 
@@ -76,13 +79,13 @@ def compare(variants: list[Variant], found: Findings) -> None:
     worst = {variant.dtype: (0.0, "none", 0.0) for variant in variants}
     num_failed: Counter[str] = Counter()
     num_flushed: Counter[str] = Counter()
-    num_run = 0
+    found.numbers |= {"variants": len(variants), "run": 0, "kernels": kernels_in_use()}
     for variant in found.progress(variants, "variant"):
         if num_failed[variant.kind] == MAX_FAILURES:
             continue
         try:
             error, allowed = error_of(variant, num_flushed)
-            num_run += 1
+            found.numbers["run"] += 1
             if np.isfinite(error):
                 worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name, allowed))
             reason = "" if error <= allowed else f"error {error:.2g}, tolerance {allowed:.2g}"
@@ -94,10 +97,10 @@ def compare(variants: list[Variant], found: Findings) -> None:
             num_failed[variant.kind] += 1
             if num_failed[variant.kind] == MAX_FAILURES:
                 found.failures.append(f"gave up on {variant.kind} after {MAX_FAILURES} failures")
-    found.numbers |= {"variants": len(variants), "run": num_run, "kernels": kernels_in_use()}
     found.numbers["refused"] = dict(ops.refused)
     _tell_refused(found)
-    found.lines.append(f"{num_run} of {len(variants)} variants run, on {kernels_in_use()}")
+    run, kernels = found.numbers["run"], found.numbers["kernels"]
+    found.lines.append(f"{run} of {len(variants)} variants run, on {kernels}")
     found.lines.append(
         "largest relative error of an output row; tolerance: eps / 2 of the output's dtype"
         f" + {SUMS:.1e} for float32 sums, elements below the smallest normal number count as"

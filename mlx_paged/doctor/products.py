@@ -43,8 +43,9 @@ def check_products(found: Findings, quick: bool) -> None:
     if has_matrix_units() and VARIABLE not in os.environ:
         without = found_apart(found.name, quick, **{VARIABLE: WITHOUT_UNITS})
         found.numbers["without matrix units"] = without.numbers
-        state = "ok" if without.ok else "FAILED"
-        found.lines.append(f"with {VARIABLE}={WITHOUT_UNITS}, without matrix units: {state}")
+        found.lines.append(
+            f"with {VARIABLE}={WITHOUT_UNITS}, without matrix units: {without.state}"
+        )
 
 
 def errors_of(dtype: mx.Dtype, rows: int, width: int, heads: int) -> dict[str, float]:

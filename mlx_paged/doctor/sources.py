@@ -39,7 +39,7 @@ def check_sources(found: Findings, quick: bool) -> None:
         return
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
         results = threads.map(partial(_compile, Path(folder)), *zip(*sources.items(), strict=True))
-        errors = dict(zip(sources, found.progress(results, "source"), strict=True))
+        errors = {kernel: next(results) for kernel in found.progress(sources, "source")}
     found.failures += [f"{kernel}: {error}" for kernel, error in errors.items() if error]
     found.numbers["compiled"] = compiled = len(sources) - len(found.failures)
     found.lines.append(f"{compiled} of {len(sources)} compiled by Xcode as Metal 3.1")

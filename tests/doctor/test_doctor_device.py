@@ -121,14 +121,17 @@ class TestProcesses:
         assert main(["--json", str(path)]) == 130
         assert json.loads(path.read_text())["checks"]["first"]["ok"]
 
-    def test_what_a_process_found_before_it_hung_counts(self, monkeypatch):
+    @pytest.mark.parametrize("is_wrong", [False, True])
+    def test_what_a_process_found_before_it_hung_counts(self, is_wrong, monkeypatch):
         """The process is a thread here, and its end from outside an exception."""
 
         def hangs(found, quick):
-            found.num_wrong = 1
-            found.failures.append("planted: wrong")
-            saved.wait(TIMEOUT)
-            raise KeyboardInterrupt
+            for number in found.progress(range(5), "round"):
+                if number == 3:
+                    found.num_wrong = 1
+                    found.failures += ["planted: wrong"] * is_wrong
+                    saved.wait(TIMEOUT)
+                    raise KeyboardInterrupt
 
         def run(command, **options):
             main(command[3:])
@@ -145,8 +148,30 @@ class TestProcesses:
         monkeypatch.setattr(findings, "SAVED_EVERY_S", 0.01)
         monkeypatch.setattr(subprocess, "run", run)
         found = apart.found_apart("order", False)
-        assert found.num_wrong == 1
-        assert found.failures == ["planted: wrong", "order: no answer in 1200 s"]
+        assert found.num_wrong == 1 and found.unfinished == "3 of 5 rounds in 1200 s"
+        assert found.failures == ["planted: wrong"] * is_wrong
+        state = "FAILED" if is_wrong else "not finished"
+        assert findings.page([found], False).startswith(f"mlx_paged.doctor: {state}: order (")
+        assert f"order: {state} (" in found.text()
+        assert findings.status([found]) == (1 if is_wrong else 3)
+
+    def test_a_late_check_hides_no_failure_and_is_not_ok(
+        self, on_a_gpu, monkeypatch, tmp_path, capsys
+    ):
+        late = Findings("order", unfinished="7 of 9 rounds in 1200 s")
+        monkeypatch.setattr(doctor, "CHECKS", {"order": None, "tokens": None})
+        for failures, status, verdict in (
+            ([], 3, "not finished: order ("),
+            (["planted"], 1, "FAILED: tokens; not finished: order ("),
+        ):
+            found = {"order": late, "tokens": Findings("tokens", failures=failures)}
+            monkeypatch.setattr(doctor, "found_apart", lambda name, quick, found=found: found[name])
+            assert main(["--json", str(tmp_path / "report.json")]) == status
+            out = capsys.readouterr().out
+            assert out.startswith(f"mlx_paged.doctor: {verdict}")
+            assert "\norder: not finished (" in out
+            report = json.loads((tmp_path / "report.json").read_text())
+            assert not report["ok"] and not report["checks"]["order"]["ok"]
 
     def test_a_report_that_was_cut_off_is_none(self, monkeypatch):
         def run(command, **options):
@@ -155,7 +180,7 @@ class TestProcesses:
 
         monkeypatch.setattr(subprocess, "run", run)
         found = apart.found_apart("order", True)
-        assert found.failures == ["order: no answer in 300 s"]
+        assert not found.failures and found.unfinished == "nothing counted in 300 s"
 
     def test_findings_may_change_while_they_are_saved(self, monkeypatch):
         saved = threading.Event()
