@@ -25,7 +25,7 @@ def compare_buffers(found: Findings, quick: bool) -> None:
     with, so each length has a process of its own."""
     steps: dict[int, float] = {}
     for operations in (SHORT, MANY):
-        of_step = found_apart(STEP, quick, **{OPERATIONS: str(operations)})
+        of_step = found_apart(Findings(STEP), quick, **{OPERATIONS: str(operations)})
         found.failures += of_step.failures
         found.unfinished = found.unfinished or of_step.unfinished
         if of_step.ok:

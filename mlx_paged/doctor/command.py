@@ -48,22 +48,23 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
     if not checks:
         parser.error(unknown(args.only))
     results = list[Findings]()
-    _write(args.json, results, args.quick)
+
+    def save() -> None:
+        _write(args.json, results, args.quick)
+
+    save()
     is_apart = args.only is None and mx.default_device() != mx.Device(mx.cpu)
     try:
         for name, check in checks.items():
+            results.append(found := Findings(name))
             if is_apart and name in APART:
-                found = found_apart(name, args.quick)
+                found_apart(found, args.quick)
             else:
-                found = run_check(
-                    name,
-                    check,
-                    args.quick,
-                    lambda found: _write(args.json, [*results, found], args.quick),
-                )
-            results.append(found)
-            _write(args.json, results, args.quick)
+                run_check(found, check, args.quick, save)
+            save()
     except KeyboardInterrupt:
+        save()
+        print(page(results, args.quick, not_begun=list(checks)[len(results) :]))
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     print(page(results, args.quick))

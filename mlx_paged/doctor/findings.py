@@ -17,6 +17,8 @@ FAILED, UNFINISHED = 1, 3
 NOT_FINISHED = "not finished"
 """What the page says of a check that was ended before its end, and in which nothing is wrong."""
 
+UNTIL_CTRL_C = "until Ctrl-C"
+
 SAVED_EVERY_S = 5
 MAX_SHOWN = 8  # failures of a check that the page shows; the JSON file has all
 MAX_MESSAGE_LINES = 6  # lines of an error message that are kept: a compiler's messages are long
@@ -47,6 +49,10 @@ class Findings:
             return "FAILED"
         return NOT_FINISHED if self.unfinished else "ok"
 
+    def so_far(self, late: str) -> str:
+        """How much is checked, and when the check was ended."""
+        return f"{self.counted or 'nothing counted'} {late}"
+
     def progress(self, items: Collection[T], unit: str) -> Iterator[T]:
         """The items, which are counted, with a progress bar on stderr if that is a terminal."""
         bar = tqdm(items, desc=self.name, unit=unit, leave=False, disable=None)
@@ -71,16 +77,16 @@ Check = Callable[[Findings, bool], None]
 
 
 def run_check(
-    name: str, check: Check, quick: bool, save: Callable[[Findings], None] = lambda found: None
+    found: Findings, check: Check, quick: bool, save: Callable[[], None] = lambda: None
 ) -> Findings:
-    """Run a check. An exception is a failure of this check. A thread saves what was found so far:
-    a check that hangs may be ended from outside."""
-    found, has_ended = Findings(name), Event()
+    """Run a check, which fills in `found`. An exception is a failure of this check. A thread saves
+    what was found so far: a check that hangs may be ended from outside."""
+    has_ended = Event()
 
     def saving() -> None:
         while not has_ended.wait(SAVED_EVERY_S):
             with suppress(RuntimeError):  # `found` changes meanwhile
-                save(found)
+                save()
 
     saver = Thread(target=saving, daemon=True)
     saver.start()
@@ -89,10 +95,13 @@ def run_check(
         check(found, quick)
     except Exception as error:
         found.failures.append(message(error))
+    except KeyboardInterrupt:
+        found.unfinished = found.unfinished or found.so_far(UNTIL_CTRL_C)
+        raise
     finally:
+        found.seconds = time.perf_counter() - started
         has_ended.set()
         saver.join()
-    found.seconds = time.perf_counter() - started
     return found
 
 
@@ -102,13 +111,14 @@ def message(error: Exception) -> str:
     return "\n  ".join(lines[:MAX_MESSAGE_LINES])
 
 
-def page(checks: list[Findings], quick: bool) -> str:
+def page(checks: list[Findings], quick: bool, not_begun: Sequence[str] = ()) -> str:
     """What an issue needs; its first line is the verdict."""
-    states = {
-        state: ", ".join(found.name for found in checks if found.state == state)
+    states: dict[str, Sequence[str]] = {
+        state: [found.name for found in checks if found.state == state]
         for state in ("FAILED", NOT_FINISHED)
     }
-    told = [f"{state}: {names}" for state, names in states.items() if names]
+    states["not begun"] = not_begun
+    told = [f"{state}: {', '.join(names)}" for state, names in states.items() if names]
     verdict = "; ".join(told) or "all checks are ok"
     seconds = sum(found.seconds for found in checks)
     parts = [f"mlx_paged.doctor{' --quick' if quick else ''}: {verdict} ({seconds:.0f} s)"]

@@ -49,19 +49,28 @@ def chosen(quick: bool, kind: str | None = None) -> list[Variant]:
 def compare_apart(quick: bool, found: Findings) -> None:
     """Compare each kind in a process of its own: whatever happens there, the others are judged."""
     found.numbers |= {"kinds": {}, "refused": {}}
-    late = list[str]()
-    for kind in found.progress(KINDS, "kind"):
-        of_kind = found_apart(kind, quick)
-        numbers = of_kind.numbers
-        found.failures += of_kind.failures
-        found.num_wrong += of_kind.num_wrong
-        found.numbers["kinds"][kind] = numbers
-        found.numbers["refused"] |= numbers.get("refused", {})
-        done = f"{numbers.get('run', 0)} of {len(chosen(quick, kind))} variants run"
-        found.lines.append(f"{kind}: {of_kind.state}, {done}")
-        late += [f"{kind}: {of_kind.unfinished}"] * bool(of_kind.unfinished)
-    found.unfinished = "; ".join(late)
-    _tell_refused(found)
+    try:
+        for kind in found.progress(KINDS, "kind"):
+            of_kind = Findings(kind)
+            try:
+                found_apart(of_kind, quick)
+            finally:
+                _add_kind(found, of_kind, quick)
+    finally:
+        _tell_refused(found)
+
+
+def _add_kind(found: Findings, of_kind: Findings, quick: bool) -> None:
+    kind, numbers = of_kind.name, of_kind.numbers
+    found.failures += of_kind.failures
+    found.num_wrong += of_kind.num_wrong
+    found.numbers["kinds"][kind] = numbers
+    found.numbers["refused"] |= numbers.get("refused", {})
+    done = f"{numbers.get('run', 0)} of {len(chosen(quick, kind))} variants run"
+    found.lines.append(f"{kind}: {of_kind.state}, {done}")
+    if of_kind.unfinished:
+        late = f"{kind}: {of_kind.unfinished}"
+        found.unfinished = f"{found.unfinished}; {late}" if found.unfinished else late
 
 
 def _tell_refused(found: Findings) -> None:

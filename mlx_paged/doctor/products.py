@@ -41,7 +41,7 @@ def check_products(found: Findings, quick: bool) -> None:
             f"MLX's {name} in {dtype} is wrong: {errors[name]:.2g}" for name in wrong
         ]
     if has_matrix_units() and VARIABLE not in os.environ:
-        without = found_apart(found.name, quick, **{VARIABLE: WITHOUT_UNITS})
+        without = found_apart(Findings(found.name), quick, **{VARIABLE: WITHOUT_UNITS})
         found.numbers["without matrix units"] = without.numbers
         found.lines.append(
             f"with {VARIABLE}={WITHOUT_UNITS}, without matrix units: {without.state}"

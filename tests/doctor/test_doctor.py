@@ -121,17 +121,30 @@ class TestStatus:
         assert few_checks == {"second": True}
         assert "first" not in capsys.readouterr().out
 
-    def test_ctrl_c_is_one_line(self, few_checks, capsys):
+    def test_after_ctrl_c_the_page_has_what_was_found(self, few_checks, tmp_path, capsys):
         def interrupted(found: Findings, quick: bool) -> None:
-            raise KeyboardInterrupt
+            found.lines.append("half of it is done")
+            for number in found.progress(range(9), "round"):
+                if number == 4:
+                    raise KeyboardInterrupt
 
-        doctor.CHECKS["second"] = interrupted
+        doctor.CHECKS.update(second=interrupted, third=doctor.CHECKS["first"])
+        path = tmp_path / "report.json"
         try:
-            status = main([])
+            status = main(["--json", str(path)])
         except KeyboardInterrupt:
             pytest.fail("Ctrl-C was not caught")
         assert status == 130
-        assert capsys.readouterr() == ("", "interrupted\n")
+        out, err = capsys.readouterr()
+        assert err == "interrupted\n" and list(few_checks) == ["first"]
+        head, *rest = [line.partition(" (")[0] for line in out.splitlines()]
+        assert head == "mlx_paged.doctor: not finished: second; not begun: third"
+        assert rest == [
+            *("first: ok", "  first was here", "second: not finished", "  half of it is done"),
+            "  not finished: 4 of 9 rounds until Ctrl-C",
+        ]
+        report = json.loads(path.read_text())["checks"]
+        assert report["first"]["ok"] and not report["second"]["ok"] and "third" not in report
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -163,12 +176,12 @@ class TestStatus:
 class TestMachine:
     def test_another_mlx_than_at_build_time_fails(self, monkeypatch):
         monkeypatch.setattr(ops, "BUILT_WITH", {"mlx": "0.32.3", "nanobind": "3.1.0"})
-        (failure,) = run_check("machine", machine.check_machine, True).failures
+        (failure,) = run_check(Findings("machine"), machine.check_machine, True).failures
         assert "expected 0.32.3, with which mlx_paged was built" in failure
 
     def test_an_untested_mlx_lm_fails(self, monkeypatch):
         monkeypatch.setattr(mlx_lm, "__version__", "0.33.0")
-        (failure,) = run_check("machine", machine.check_machine, True).failures
+        (failure,) = run_check(Findings("machine"), machine.check_machine, True).failures
         assert failure.startswith("mlx-lm is 0.33.0: expected ")
 
     def test_a_module_that_rejects_arrays_fails(self, monkeypatch):
@@ -176,7 +189,7 @@ class TestMachine:
             raise TypeError("gather_blocks(): incompatible function arguments")
 
         monkeypatch.setattr(ops, "gather_blocks", reject)
-        (failure,) = run_check("machine", machine.check_machine, True).failures
+        (failure,) = run_check(Findings("machine"), machine.check_machine, True).failures
         assert failure.startswith("TypeError: gather_blocks()")
 
     @pytest.mark.parametrize(
@@ -203,14 +216,14 @@ def found_with_xcrun(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str)
     xcrun.write_text(script)
     xcrun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return run_check("sources", sources.check_sources, True)
+    return run_check(Findings("sources"), sources.check_sources, True)
 
 
 class TestSources:
     @pytest.mark.slow
     def test_without_xcode_nothing_is_compiled(self, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
-        found = run_check("sources", sources.check_sources, True)
+        found = run_check(Findings("sources"), sources.check_sources, True)
         assert found.ok and found.numbers["compiled"] == 0
         assert "none compiled: no `xcrun` here" in found.text()
 

@@ -4,7 +4,7 @@ import json
 import platform
 import subprocess
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,14 +27,14 @@ class TestProducts:
         monkeypatch.setattr(
             mx.fast, "scaled_dot_product_attention", lambda *a, **o: right(*a, **o) * 1.2
         )
-        found = run_check("products", products.check_products, True)
+        found = run_check(Findings("products"), products.check_products, True)
         assert found.num_wrong == len(found.failures) == len(products.TOLERANCES)
         assert "MLX's attention in mlx.core.float16 is wrong: 0.2" in found.text()
 
     def test_a_wrong_transform_of_mlx_is_a_wrong_number(self, monkeypatch):
         right = ops.hadamard
         monkeypatch.setattr(ops, "hadamard", lambda x: right(x) * 1.2)
-        found = run_check("products", products.check_products, True)
+        found = run_check(Findings("products"), products.check_products, True)
         assert found.num_wrong == len(products.TOLERANCES)
         assert "MLX's Hadamard transform in mlx.core.bfloat16 is wrong: 0.2" in found.text()
 
@@ -45,9 +45,10 @@ class TestProducts:
     def test_an_m5_is_checked_without_its_matrix_units_too(self, architecture, uses, monkeypatch):
         ran = []
 
-        def found_apart(name, quick, **environment):
-            ran.append((name, environment))
-            return Findings(name, failures=["planted"])
+        def found_apart(found, quick, **environment):
+            ran.append((found.name, environment))
+            found.failures.append("planted")
+            return found
 
         monkeypatch.delenv(products.VARIABLE, raising=False)
         monkeypatch.setattr(products, "found_apart", found_apart)
@@ -55,7 +56,7 @@ class TestProducts:
         monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
         monkeypatch.setattr(platform, "mac_ver", lambda: ("26.2", ("", "", ""), "arm64"))
         monkeypatch.setattr(products, "has_matrix_units", has_matrix_units.__wrapped__)
-        found = run_check("products", products.check_products, True)
+        found = run_check(Findings("products"), products.check_products, True)
         assert ran == [("products", {products.VARIABLE: "applegpu_g16s"})] * uses
         assert found.ok and found.text().endswith("without matrix units: FAILED") == uses
 
@@ -68,7 +69,7 @@ class TestMemory:
             "memory_budget",
             property(lambda engine: replace(promised(engine), pool=0, weights=0, step=1, copies=0)),
         )
-        found = run_check("memory", memory.check_memory, True)
+        found = run_check(Findings("memory"), memory.check_memory, True)
         assert "MB: expected at most 0.0 MB" in found.failures[0]
 
 
@@ -121,6 +122,33 @@ class TestProcesses:
         assert main(["--json", str(path)]) == 130
         assert json.loads(path.read_text())["checks"]["first"]["ok"]
 
+    def test_after_ctrl_c_the_page_has_what_a_process_found(
+        self, on_a_gpu, monkeypatch, tmp_path, capsys
+    ):
+        """Both processes get the signal; the one apart is a thread's work here."""
+
+        def run(command, **options):
+            kind = command[command.index("--only") + 1]
+            found = Findings("kernels", ["was here"], numbers={"run": 3}, counted="3 of 9 variants")
+            path = Path(command[command.index("--json") + 1])
+            path.write_text(json.dumps({"checks": {"kernels": asdict(found)}}))
+            if kind == "chunk":
+                raise KeyboardInterrupt
+            return subprocess.CompletedProcess(command, 0, "", "")
+
+        monkeypatch.setattr(subprocess, "run", run)
+        path = tmp_path / "report.json"
+        assert main(["--json", str(path)]) == 130
+        out, err = capsys.readouterr()
+        assert err == "interrupted\n"
+        _, _, *left = doctor.CHECKS
+        late = f"not finished: kernels; not begun: {', '.join(left)}"
+        assert out.startswith(f"mlx_paged.doctor: {late} (")
+        assert "\n  decode: ok, 3 of " in out and "\n  chunk: not finished, 3 of " in out
+        assert "not finished: chunk: 3 of 9 variants until Ctrl-C" in out
+        report = json.loads(path.read_text())["checks"]
+        assert list(report) == ["machine", "kernels"] and report["kernels"]["unfinished"]
+
     @pytest.mark.parametrize("is_wrong", [False, True])
     def test_what_a_process_found_before_it_hung_counts(self, is_wrong, monkeypatch):
         """The process is a thread here, and its end from outside an exception."""
@@ -147,7 +175,7 @@ class TestProcesses:
         monkeypatch.setattr(doctor, "CHECKS", {"order": hangs})
         monkeypatch.setattr(findings, "SAVED_EVERY_S", 0.01)
         monkeypatch.setattr(subprocess, "run", run)
-        found = apart.found_apart("order", False)
+        found = apart.found_apart(Findings("order"), False)
         assert found.num_wrong == 1 and found.unfinished == "3 of 5 rounds in 1200 s"
         assert found.failures == ["planted: wrong"] * is_wrong
         state = "FAILED" if is_wrong else "not finished"
@@ -158,14 +186,20 @@ class TestProcesses:
     def test_a_late_check_hides_no_failure_and_is_not_ok(
         self, on_a_gpu, monkeypatch, tmp_path, capsys
     ):
+        def fill(found, quick):
+            found.failures, found.unfinished = (
+                known[found.name].failures,
+                known[found.name].unfinished,
+            )
+
         late = Findings("order", unfinished="7 of 9 rounds in 1200 s")
         monkeypatch.setattr(doctor, "CHECKS", {"order": None, "tokens": None})
         for failures, status, verdict in (
             ([], 3, "not finished: order ("),
             (["planted"], 1, "FAILED: tokens; not finished: order ("),
         ):
-            found = {"order": late, "tokens": Findings("tokens", failures=failures)}
-            monkeypatch.setattr(doctor, "found_apart", lambda name, quick, found=found: found[name])
+            known = {"order": late, "tokens": Findings("tokens", failures=failures)}
+            monkeypatch.setattr(doctor, "found_apart", fill)
             assert main(["--json", str(tmp_path / "report.json")]) == status
             out = capsys.readouterr().out
             assert out.startswith(f"mlx_paged.doctor: {verdict}")
@@ -179,24 +213,24 @@ class TestProcesses:
             raise subprocess.TimeoutExpired(command, 300)
 
         monkeypatch.setattr(subprocess, "run", run)
-        found = apart.found_apart("order", True)
+        found = apart.found_apart(Findings("order"), True)
         assert not found.failures and found.unfinished == "nothing counted in 300 s"
 
     def test_findings_may_change_while_they_are_saved(self, monkeypatch):
         saved = threading.Event()
 
-        def save(found):
+        def save():
             saved.set()
             raise RuntimeError("dictionary changed size during iteration")
 
         monkeypatch.setattr(findings, "SAVED_EVERY_S", 0.01)
         unheard = []
         monkeypatch.setattr(threading, "excepthook", unheard.append)
-        found = run_check("order", lambda found, quick: saved.wait(TIMEOUT), True, save)
+        found = run_check(Findings("order"), lambda found, quick: saved.wait(TIMEOUT), True, save)
         assert saved.is_set() and found.ok and not unheard
 
     def test_a_process_gets_its_variables_and_its_answer_is_read(self):
-        found = apart.found_apart("machine", True, MLX_PAGED_ATTENTION="gather")
+        found = apart.found_apart(Findings("machine"), True, MLX_PAGED_ATTENTION="gather")
         assert "gathered blocks, MLX's attention" in found.numbers["attention"]
 
 
@@ -204,10 +238,10 @@ class TestBuffers:
     def test_a_step_is_timed_in_a_process_of_each_length(self, monkeypatch):
         seen = []
 
-        def apart(name, quick, **environment):
-            seen.append((name, environment))
-            numbers = {"step_ms": 2.0 if environment[OPERATIONS] == "40" else 1.5}
-            return Findings(name, numbers=numbers)
+        def apart(found, quick, **environment):
+            seen.append((found.name, environment))
+            found.numbers["step_ms"] = 2.0 if environment[OPERATIONS] == "40" else 1.5
+            return found
 
         monkeypatch.setattr(buffers, "found_apart", apart)
         found = Findings("speed")
@@ -230,5 +264,5 @@ class TestBuffers:
 
     @pytest.mark.slow
     def test_the_step_has_a_time(self):
-        found = apart.found_apart("step", True, **{OPERATIONS: "40"})
+        found = apart.found_apart(Findings("step"), True, **{OPERATIONS: "40"})
         assert found.ok and found.numbers["step_ms"] > 0

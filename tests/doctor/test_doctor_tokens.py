@@ -22,7 +22,7 @@ def test_a_wrong_attention_gives_wrong_tokens(monkeypatch):
 
     monkeypatch.setattr(ops, "attend", wrong)
     monkeypatch.setattr(tokens, "NUM_FORKS", 1)
-    found = run_check("tokens", tokens.check_tokens, True)
+    found = run_check(Findings("tokens"), tokens.check_tokens, True)
     assert len(found.failures) > 8
     assert all(", mlx-lm's [" in failure for failure in found.failures)
 
@@ -30,7 +30,7 @@ def test_a_wrong_attention_gives_wrong_tokens(monkeypatch):
 @pytest.mark.slow
 def test_blocks_that_are_not_copied_give_wrong_tokens(monkeypatch):
     monkeypatch.setattr(ops, "copy_blocks", lambda k, v, pairs: (k, v))
-    found = run_check("order", tokens.check_order, True)
+    found = run_check(Findings("order"), tokens.check_order, True)
     assert any(", mlx-lm's [" in failure for failure in found.failures)
 
 
@@ -73,7 +73,7 @@ def test_an_engine_without_preemptions_is_no_proof(monkeypatch):
         return Engine(*arguments, num_blocks=1000, **options)
 
     monkeypatch.setattr(tokens, "Engine", roomy)
-    found = run_check("order", tokens.check_order, True)
+    found = run_check(Findings("order"), tokens.check_order, True)
     assert found.failures == ["the engine met no preemptions"]
 
 
