@@ -73,6 +73,7 @@ MAY_IMPORT = {
     "command_buffers": set[str](),
     "system_memory": set[str](),
     "__main__": {"cli", "command_buffers", "starting"},
+    "heads": {"arguments"},
     "runner": {
         *("launched", "sampling", "metrics", "scheduler", "attention", "kv", "ops"),
         "command_buffers",

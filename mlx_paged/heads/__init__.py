@@ -1,0 +1,1 @@
+"""Heads that guess tokens from the hidden states of a model."""
