@@ -14,6 +14,7 @@ from mlx_paged.attention.paths import ANY_NUMBER, VARIABLE, max_paged_queries
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.kernels import kernels_in_use
 from mlx_paged.doctor.panics import DAYS, FOLDER, recent_panics
+from mlx_paged.doctor.system import system_facts
 from mlx_paged.kv.default_pool import largest_default
 from mlx_paged.kv.memory import default_cache_limit, device_memory, memory_in_use
 
@@ -40,6 +41,7 @@ def check_machine(found: Findings, quick: bool) -> None:
         "device": dict(device),
         "GB": {name: round(size / GB, 1) for name, size in limits.items()},
         "attention": attention_path(),
+        **system_facts(),
     }
     for name, value in found.numbers.items():
         found.lines.append(f"{name}: {_text(value)}")
