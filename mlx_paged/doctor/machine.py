@@ -41,7 +41,7 @@ def check_machine(found: Findings, quick: bool) -> None:
         "device": dict(device),
         "GB": {name: round(size / GB, 1) for name, size in limits.items()},
         "attention": attention_path(),
-        **system_facts(),
+        "state": system_facts(),
     }
     for name, value in found.numbers.items():
         found.lines.append(f"{name}: {_text(value)}")

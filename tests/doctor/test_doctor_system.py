@@ -92,7 +92,8 @@ def test_the_page_and_the_json_have_them(on_a_mac, monkeypatch):
     monkeypatch.setattr(machine, "system_facts", lambda: system.system_facts("darwin"))
     found = Findings("machine")
     machine.check_machine(found, quick=True)
-    assert "macOS build: 25C56" in found.lines and found.numbers["power mode"] == "low power"
+    assert "macOS build 25C56, wired limit macOS's own, power mode low power" in found.text()
+    assert found.numbers["state"]["power mode"] == "low power"
     assert "secret" not in found.text() and "key" not in found.text()
 
 
