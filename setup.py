@@ -22,16 +22,30 @@ if int(setuptools.__version__.split(".")[0]) < 77:
     )
 
 
+if sys.platform == "darwin":
+    # The oldest macOS of MLX's wheels. Without it the wheel is for the macOS that builds it.
+    os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", "14.0")
+
+
 class CMakeBuild(build_ext):
     """Runs CMake and leaves the module where setuptools expects it.
 
-    Environment: CMAKE_ARGS (arguments for the configuration), CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
+    Environment: CMAKE_ARGS (arguments for the configuration), CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1,
+    MACOSX_DEPLOYMENT_TARGET.
     """
 
     def build_extension(self, ext: Extension) -> None:
         output_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         build_dir = Path(self.build_temp).resolve() / ext.name
         debug = self.debug or os.environ.get("DEBUG", "0") == "1"
+        # Without build isolation cmake and ninja lie beside a Python that need not be active.
+        beside = str(Path(sys.executable).parent)
+        path = os.pathsep.join([os.environ.get("PATH", os.defpath), beside])
+        if shutil.which("cmake", path=path) is None:
+            sys.exit(
+                "cmake is missing: --no-build-isolation needs the packages of [build-system] in"
+                f" pyproject.toml in the environment of {sys.executable}"
+            )
         # Fresh, because each isolated build has its dependencies in another directory.
         configure = [
             *("cmake", "--fresh", "-S", str(ROOT), "-B", str(build_dir)),
@@ -41,13 +55,13 @@ class CMakeBuild(build_ext):
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         # Ninja keeps all cores busy. make ends one target before it starts the next.
-        if shutil.which("ninja") and "CMAKE_GENERATOR" not in os.environ:
+        if shutil.which("ninja", path=path) and "CMAKE_GENERATOR" not in os.environ:
             configure += ["-G", "Ninja"]
         build = ["cmake", "--build", str(build_dir)]
         if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
             build += ["--parallel", str(os.cpu_count() or 1)]
-        subprocess.run(configure, check=True)
-        subprocess.run(build, check=True)
+        for command in (configure, build):
+            subprocess.run(command, check=True, env=os.environ | {"PATH": path})
 
 
 class WithBench(build_py):

