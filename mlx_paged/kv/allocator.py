@@ -1,7 +1,7 @@
 """Who owns which block: free list, reference counts, block tables, copy-on-write. Knows no mlx."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -12,9 +12,11 @@ import numpy as np
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
 from mlx_paged.kv.blocks import BlockCopy, BlockStore, BlockTransfer, ceil_div
+from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.eviction import EvictionOrder, WorthOrder
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
-from mlx_paged.kv.prefix_cache import ROOT, CachedBlock, PrefixCache, chain_hash, root_hash
+from mlx_paged.kv.prefix_cache import ROOT, PrefixCache, chain_hash, root_hash
 from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
 from mlx_paged.kv.prefix_match import NeededBlock, PrefixMatch
 from mlx_paged.kv.state_kind import EMPTY, Keep, Move, ReadAndLeft, State, StateKind, Text
@@ -95,6 +97,7 @@ class BlockAllocator:
         groups: the layer groups.
         chunk: tokens that a sequence computes in a step at most.
         states: the kind of layers that keep states beside K/V; None: the model has none.
+        make_order: makes the order in which known content is evicted, for a number of blocks.
 
     Attributes:
         store: the blocks.
@@ -111,6 +114,7 @@ class BlockAllocator:
         groups: Seq[LayerGroup] = ONE_GROUP,
         chunk: int = 0,
         states: StateKind | None = None,
+        make_order: Callable[[int], EvictionOrder] = WorthOrder,
     ) -> None:
         self.block_size = block_size = integer("Engine", "block_size", block_size, 1)
         max_blocks = MAX_INT32 // block_size  # slots are int32
@@ -120,7 +124,7 @@ class BlockAllocator:
         self.prefix_hit_tokens = 0
         self.block_tables = BlockTables(len(self.groups))
         self._width = sum(group.width for group in self.groups)
-        self.store = BlockStore(self.num_blocks, block_size, self.groups)
+        self.store = BlockStore(self.num_blocks, block_size, self.groups, make_order)
         self.states: StateKind = states or NoStates()
         ends = self.states.prefix_ends(self.store.prefixes)
         self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables, ends)
@@ -218,6 +222,7 @@ class BlockAllocator:
                 store.hold_source(block)
             else:
                 store.take_idle(block)
+        self.prefixes.count_uses(match)
         copied = []
         for group, (of_group, stop) in enumerate(zip(blocks, stops, strict=True)):
             if tails and (can_copy or tails[group] not in idle_tails):
@@ -411,6 +416,7 @@ class BlockAllocator:
         kept = self.store.compact(num_blocks)
         self.block_tables.renumber(kept)
         self.prefixes.renumber({old: new for new, old in enumerate(kept.tolist())})
+        self.store.idle.renumber(num_blocks)
         self.num_blocks = num_blocks
         return kept
 

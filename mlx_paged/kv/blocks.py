@@ -1,6 +1,6 @@
 """The blocks of a pool: in use, kept for reuse, or free. Knows no mlx."""
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.eviction import EvictionOrder, WorthOrder
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
-from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
+from mlx_paged.kv.prefix_cache import PrefixCache
 
 
 class OutOfBlocksError(RuntimeError):
@@ -61,7 +63,11 @@ class BlockStore:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, groups: Sequence[LayerGroup] = ONE_GROUP
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Sequence[LayerGroup] = ONE_GROUP,
+        make_order: Callable[[int], EvictionOrder] = WorthOrder,
     ) -> None:
         # A stack of free blocks; the last one is taken first.
         self.free = list(range(num_blocks - 1, -1, -1))
@@ -69,10 +75,12 @@ class BlockStore:
         # The entries of pending copies: a target maps to the entry whose content it gets, and a
         # source maps to itself.
         self.origins: dict[int, int] = {}
-        # Entries of known content that no sequence holds, the one unused longest first.
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        # Entries of known content that no sequence holds.
+        self.idle = make_order(num_blocks)
         # What is known of the entries' content, for each group.
-        self.prefixes = [PrefixCache(num_blocks, block_size, self.idle) for _ in groups]
+        self.prefixes = [
+            PrefixCache(num_blocks, block_size, self.idle, group.keeps_all) for group in groups
+        ]
         self.cow_clones = 0  # entries copied so far
         self.evictions = 0  # idle entries handed out for other content so far
         # Called with the group and the content of an idle entry just before the entry is handed out
@@ -142,15 +150,16 @@ class BlockStore:
         self.counts += [0] * num_more
         self._group_of += [0] * num_more
         self._blocks = [np.pad(blocks, ((0, 0), (0, num_more))) for blocks in self._blocks]
+        self.idle.renumber(num_blocks)
 
     def compact(self, num_blocks: int) -> Int32Array:
         """Shrink to `num_blocks`, which the held blocks fit in, while no copy is pending. Idle
-        entries are evicted until the others fit, the ones unused longest first. The blocks that are
+        entries are evicted in their order until the others fit. The blocks that are
         left become the first ones, in order; returns the old number of each. The caller renumbers
         the prefix caches."""
         assert not self.origins
         while len(self.counts) - len(self.free) > num_blocks:
-            self.free += self._evict(next(iter(self.idle)))
+            self.free += self._evict(self.idle.next())
         is_free = np.zeros(len(self.counts), np.bool_)
         is_free[self.free] = True
         kept: Int32Array = np.flatnonzero(~is_free).astype(np.int32)
@@ -162,9 +171,6 @@ class BlockStore:
         self._group_of = [self._group_of[block] for block in kept] + [0] * num_free
         more = (0, 0), (0, num_free)
         self._blocks = [np.pad(numbers[blocks[:, kept]], more) for blocks in self._blocks]
-        idle = [int(numbers[entry]) for entry in self.idle]
-        self.idle.clear()  # the prefix caches have this one
-        self.idle.update(dict.fromkeys(idle))
         return kept
 
     def require(self, needed: int, available: int | None = None) -> None:
@@ -174,14 +180,14 @@ class BlockStore:
             raise OutOfBlocksError(needed, available)
 
     def take(self, num_entries: int, group: int = 0) -> list[int]:
-        """Hand out entries with a reference each: of free blocks, then those unused longest."""
+        """Hand out entries with a reference each: of free blocks, then idle ones."""
         width = self._widths[group]
         needed = num_entries * width
         num_left = max(0, len(self.free) - needed)
         blocks = self.free[num_left:][::-1]
         del self.free[num_left:]
         while len(blocks) < needed:
-            blocks += self._evict(next(iter(self.idle)))
+            blocks += self._evict(self.idle.next())
         self.free += blocks[needed:]  # the last evicted entry may have more than needed
         entries = blocks[:needed:width]
         if width > 1:
@@ -243,8 +249,8 @@ class BlockStore:
 
     def drop_idle(self) -> None:
         """Forget all known content that no sequence holds."""
-        while self.idle:
-            self.free += self._drop(next(iter(self.idle)))
+        for entry in list(self.idle):
+            self.free += self._drop(entry)
 
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references; free and idle blocks count under 0."""
@@ -256,6 +262,7 @@ class BlockStore:
     def check_integrity(self, held: Mapping[int, int]) -> None:
         """Assert that every block is free, or is part of one entry, which is idle or held; and that
         each entry has as many references as `held` says, 0 where it says nothing."""
+        self.idle.check_integrity()
         for prefixes in self.prefixes:
             prefixes.check_integrity()
         for entry, source in self.origins.items():
@@ -263,16 +270,17 @@ class BlockStore:
         in_use = {entry for entry, count in enumerate(self.counts) if count} | self.origins.keys()
         for entry, count in enumerate(self.counts):
             assert count == held.get(entry, 0), "a reference is not counted"
-        assert self.idle.keys().isdisjoint(in_use), "an idle entry is held"
+        idle = set(self.idle)
+        assert idle.isdisjoint(in_use), "an idle entry is held"
         found = Counter(self.free)
-        for entry in [*in_use, *self.idle]:
+        for entry in [*in_use, *idle]:
             found.update(self.blocks_of(entry))
         assert found.keys() == set(range(len(self.counts))), "a block is lost"
         assert found.total() == len(self.counts), "a block is used twice"
-        assert self.num_idle == sum(map(self.width_of, self.idle)), "idle blocks are miscounted"
+        assert self.num_idle == sum(map(self.width_of, idle)), "idle blocks are miscounted"
         known = {entry for prefixes in self.prefixes for entry in prefixes}
-        assert known <= in_use | self.idle.keys(), "a free block is still cached"
-        assert self.idle.keys() <= known, "an idle entry without known content"
+        assert known <= in_use | idle, "a free block is still cached"
+        assert idle <= known, "an idle entry without known content"
         for group, prefixes in enumerate(self.prefixes):
             assert all(self._group_of[entry] == group for entry in prefixes), "another group's"
 
@@ -287,7 +295,7 @@ class BlockStore:
     def _set_busy(self, entry: int) -> None:
         """A sequence or a copy needs the entry again."""
         if entry in self.idle:
-            del self.idle[entry]
+            self.idle.remove(entry)
             self.num_idle -= self.width_of(entry)
 
     def _evict(self, entry: int) -> list[int]:
@@ -309,8 +317,9 @@ class BlockStore:
         group_of, widths = self._group_of, self._widths
         for entry in entries:
             group = group_of[entry]
-            if entry in self.prefixes[group]:
-                self.idle[entry] = None
+            prefixes = self.prefixes[group]
+            if (known := prefixes.by_block.get(entry)) is not None:
+                self.idle.add(known, prefixes.is_followed(known))
                 self.num_idle += widths[group]
             elif widths[group] == 1:
                 self.free.append(entry)

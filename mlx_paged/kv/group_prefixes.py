@@ -5,10 +5,11 @@ from collections.abc import Container, Mapping, Sequence
 
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
+from mlx_paged.kv.cached_block import CachedBlock
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import (
     ABSENT,
-    CachedBlock,
+    TOKEN_BYTES,
     chain_hash,
     root_hash,
     smallest_run,
@@ -65,6 +66,17 @@ class GroupPrefixes:
             end.checkpoint,
             longer=whole if whole > end.position else 0,
         )
+
+    def count_uses(self, match: PrefixMatch) -> None:
+        """Note that a sequence begins with what was found. A block of whose tokens only the first
+        ones were found is not used: to begin with a few equal tokens is no continuation."""
+        run = TOKEN_BYTES * (match.num_cached % self._block_size)
+        for group, prefixes in enumerate(self._store.prefixes):
+            for known in match.blocks[group]:
+                prefixes.used(known)
+            for known in match.tails[group : group + 1]:
+                if len(known.tokens) == run:
+                    prefixes.used(known)
 
     def needed(
         self, tokens: Sequence[int], salt: bytes, elsewhere: Container[bytes]

@@ -3,11 +3,13 @@
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from typing import Protocol
+
+from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.eviction import EvictionOrder
 
 ROOT = b""
 
@@ -56,17 +58,6 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return lowest_bit // (8 * TOKEN_BYTES)
 
 
-@dataclass(slots=True)
-class CachedBlock:
-    """A block of known content: its tokens and the hash of the prefix they extend. Only the number
-    of the block ever changes."""
-
-    block: int
-    hash: bytes
-    parent: bytes
-    tokens: bytes  # as :func:`token_bytes`; a text's last block may have fewer than `block_size`
-
-
 class Dependents(Protocol):
     """What others keep for known blocks."""
 
@@ -95,17 +86,23 @@ class NoDependents:
 
 class PrefixCache:
     """Blocks of known content of one layer group, by chained hash. A hash collision cannot return
-    wrong K/V: a found block's tokens and parent are compared too. `idle` are the pool's blocks that
-    no sequence holds, the one unused longest first."""
+    wrong K/V: a found block's tokens and parent are compared too.
 
-    def __init__(self, num_blocks: int, block_size: int, idle: OrderedDict[int, None]) -> None:
+    Args:
+        order: in which the pool's blocks that no sequence holds are evicted.
+        is_chain: whether a block is of no use without all blocks before it.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, order: EvictionOrder, is_chain: bool = True
+    ) -> None:
         self.block_size = block_size
         self.min_run = smallest_run(block_size)
         self._max_evicted = EVICTED_PER_BLOCK * num_blocks
         self._by_hash: dict[bytes, CachedBlock] = {}
         self.by_block: dict[int, CachedBlock] = {}  # what is known, by block
         self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
-        self._idle = idle
+        self._order, self._is_chain = order, is_chain
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks
         self.dependents: Dependents = NoDependents()
 
@@ -150,6 +147,7 @@ class PrefixCache:
         cached = self.by_block[block]
         self.forget(block)
         if len(cached.tokens) == self.block_size * TOKEN_BYTES:
+            self._order.evicted(cached)
             self._evicted[cached.hash] = None
             if len(self._evicted) > self._max_evicted:
                 self._evicted.popitem(last=False)
@@ -165,6 +163,16 @@ class PrefixCache:
         del siblings[block]
         if not siblings:
             del self._by_parent[cached.parent]
+            if self._is_chain and (before := self._by_hash.get(cached.parent)) is not None:
+                self._order.last_of_its_text(before)
+
+    def is_followed(self, cached: CachedBlock) -> bool:
+        """Whether the block has to stay as long as a known block that goes on after it."""
+        return self._is_chain and cached.hash in self._by_parent
+
+    def used(self, cached: CachedBlock) -> None:
+        """A text was found to begin with the block."""
+        self._order.used(cached, self._by_hash.get(cached.parent))
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Block i is block ``numbers[i]`` from here on."""
@@ -225,8 +233,8 @@ class PrefixCache:
         for shorter in self._siblings(cached.parent) if cached.parent in self._by_parent else ():
             if cached.tokens.startswith(shorter.tokens):
                 self.dependents.move(shorter.block, cached.block)
-                if shorter.block in self._idle:
-                    self._idle.move_to_end(shorter.block, last=False)
+                self._order.give_up(shorter)
+        self._order.registered(cached, self._by_hash.get(cached.parent))
         self._by_hash[cached.hash] = cached
         self.by_block[cached.block] = cached
         self._by_parent.setdefault(cached.parent, {})[cached.block] = None

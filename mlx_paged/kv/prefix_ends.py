@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from mlx_paged.kv.blocks import BlockTransfer
+from mlx_paged.kv.cached_block import CachedBlock
 from mlx_paged.kv.prefix_cache import (
     TOKEN_BYTES,
-    CachedBlock,
     PrefixCache,
     smallest_run,
     token_bytes,

@@ -6,7 +6,8 @@ from enum import StrEnum
 from typing import Any
 
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
+from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.prefix_cache import PrefixCache
 
 
 class MissReason(StrEnum):

@@ -4,9 +4,9 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 from mlx_paged.kv.blocks import BlockTransfer
+from mlx_paged.kv.cached_block import CachedBlock
 from mlx_paged.kv.prefix_cache import (
     TOKEN_BYTES,
-    CachedBlock,
     PrefixCache,
     common_tokens,
     token_bytes,

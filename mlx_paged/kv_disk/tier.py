@@ -11,7 +11,8 @@ from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
-from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES, CachedBlock
+from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
 from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request

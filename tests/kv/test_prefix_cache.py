@@ -1,12 +1,11 @@
 """Reuse of K/V by chained hashes: full blocks, parts of a block, and why there was no more."""
 
-from collections import OrderedDict
-
 import pytest
 
 from mlx_paged.kv import group_prefixes, prefix_cache
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.eviction import WorthOrder
 from mlx_paged.kv.prefix_cache import (
     EVICTED_PER_BLOCK,
     MAX_SIBLINGS,
@@ -383,7 +382,7 @@ class TestTrust:
 
     @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
     def test_check_integrity_sees_damage(self, damage):
-        cache = PrefixCache(num_blocks=8, block_size=BLOCK, idle=OrderedDict())
+        cache = PrefixCache(num_blocks=8, block_size=BLOCK, order=WorthOrder(8))
         content = token_bytes(list(range(8)), 0, 8)
         parent = chain_hash(b"", content)
         cache.register(0, b"", content, parent)

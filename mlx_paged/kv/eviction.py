@@ -1,0 +1,199 @@
+"""Which known content that no sequence holds leaves the pool next. Knows no mlx."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from mlx_paged.kv.cached_block import FIRST, CachedBlock
+
+MOST_USES = 8
+"""A block counts at most so many uses, so that a conversation that has ended is given up."""
+
+FOLLOWERS = 4
+"""So many texts may go on after a block and count as used as the block, before one of them is used
+again. Behind a system prompt of one-off prompts no more do."""
+
+MOST_KEPT = 7 / 8
+"""The part of the pool that idle blocks which were used again may take before they are evicted like
+the others: new conversations get the rest."""
+
+GHOSTS_PER_BLOCK = 4
+GHOST_SAMPLE = 4
+"""Of evicted blocks one in `GHOST_SAMPLE` is remembered, `GHOSTS_PER_BLOCK` for each block of the
+pool: together as many as 16 pools held."""
+
+
+class EvictionOrder(Protocol):
+    """The known blocks that no sequence holds, in the order in which they are evicted."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[int]: ...
+    def __contains__(self, block: object) -> bool: ...
+
+    def registered(self, known: CachedBlock, before: CachedBlock | None) -> None:
+        """The content of a block is known from here on; `before` is the block that it follows."""
+
+    def used(self, known: CachedBlock, before: CachedBlock | None) -> None:
+        """A text was found to begin with a block, which is held."""
+
+    def add(self, known: CachedBlock, is_followed: bool) -> None:
+        """Nothing holds the block. `is_followed`: known blocks go on after it."""
+
+    def remove(self, block: int) -> None:
+        """The block is held, or its content is forgotten."""
+
+    def last_of_its_text(self, known: CachedBlock) -> None:
+        """No known block goes on after the block any more."""
+
+    def give_up(self, known: CachedBlock) -> None:
+        """The content of a block is of no use any more: the block is the first to go."""
+
+    def evicted(self, known: CachedBlock) -> None:
+        """The content of a full block was given up for other content."""
+
+    def next(self) -> int:
+        """The block to evict now; there is one."""
+
+    def renumber(self, num_blocks: int) -> None:
+        """The pool has `num_blocks` blocks, and known blocks may have other numbers."""
+
+    def check_integrity(self) -> None:
+        """Assert that all books agree."""
+
+
+class WorthOrder:
+    """Blocks that were only written go before blocks that were used again; of the others those go
+    first that were used least and longest ago.
+
+    - A block that was written since it was used is like pages read once by a scan: a sweep of
+      one-off prompts evicts its own blocks (segmented LRU; Karedla et al. 1994, IEEE Computer
+      27(3)). Blocks that were used take at most `MOST_KEPT` of the pool before they go too.
+    - What a conversation adds counts as used as what the conversation had, because its next turn
+      needs both. Behind a prefix that many different prompts share it does not: see `FOLLOWERS`.
+    - A used block's rank is the rank of the block evicted last, plus the block's uses (GreedyDual
+      with frequencies; Cherkasova, HP Labs technical report 1998). So a conversation that has ended
+      goes at last, however often it was used.
+    - A block goes after all known blocks that go on after it, unless one of them is held.
+    - Content that returns after it was evicted counts as used (2Q; Johnson and Shasha 1994,
+      VLDB).
+
+    No clock enters. Each method takes O(log n) for n idle blocks, amortised.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._idle: dict[int, CachedBlock] = {}  # by number, the one unused longest first
+        # The ranks, stamps and blocks that no known block follows. An entry counts if the block
+        # still has its stamp.
+        self._written: list[tuple[int, int, CachedBlock]] = []
+        self._used: list[tuple[int, int, CachedBlock]] = []
+        self._num_used = 0  # idle blocks that count as used
+        self._floor = 0  # rank of the used block that was evicted last
+        self._num_stamps = 0
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # hashes of evicted blocks
+        self._set_size(num_blocks)
+
+    def __len__(self) -> int:
+        return len(self._idle)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._idle)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._idle
+
+    def registered(self, known: CachedBlock, before: CachedBlock | None) -> None:
+        if self._ghosts and known.hash in self._ghosts:
+            del self._ghosts[known.hash]
+            known.uses = 1
+        if before is None:
+            return
+        before.followers += 1
+        if before.stamp:
+            before.stamp = self._new_stamp()  # its entry does not count any more
+        if before.uses > known.uses and before.followers <= FOLLOWERS * (1 + before.used_followers):
+            known.uses = before.uses
+
+    def used(self, known: CachedBlock, before: CachedBlock | None) -> None:
+        if not known.is_used:
+            known.is_used = True
+            if before is not None:
+                before.used_followers += 1
+        if known.uses < MOST_USES:
+            known.uses = max(known.uses, 0) + 1
+
+    def add(self, known: CachedBlock, is_followed: bool) -> None:
+        self._num_stamps += 1
+        known.stamp = self._num_stamps
+        self._idle[known.block] = known
+        if known.uses > 0:
+            self._num_used += 1
+            known.rank = self._floor + known.uses
+        else:
+            known.rank = known.uses
+        if not is_followed:
+            self.last_of_its_text(known)
+
+    def remove(self, block: int) -> None:
+        known = self._idle.pop(block)
+        known.stamp = 0
+        if known.uses > 0:
+            self._num_used -= 1
+
+    def last_of_its_text(self, known: CachedBlock) -> None:
+        if not known.stamp:
+            return
+        heap = self._used if known.uses > 0 else self._written
+        heappush(heap, (known.rank, known.stamp, known))
+        if len(heap) > 2 * len(self._idle) + 64:
+            heap[:] = [entry for entry in heap if entry[2].stamp == entry[1]]
+            heapify(heap)
+
+    def give_up(self, known: CachedBlock) -> None:
+        is_idle = known.stamp > 0
+        if is_idle:
+            self.remove(known.block)
+        known.uses = FIRST
+        if is_idle:
+            self.add(known, is_followed=False)
+
+    def evicted(self, known: CachedBlock) -> None:
+        if known.hash[0] % GHOST_SAMPLE == 0:
+            self._ghosts[known.hash] = None
+            if len(self._ghosts) > self._most_ghosts:
+                self._ghosts.popitem(last=False)
+
+    def next(self) -> int:
+        heaps = [self._written, self._used]
+        if self._num_used > self._most_used:
+            heaps.reverse()
+        for heap in heaps:
+            while heap and heap[0][2].stamp != heap[0][1]:
+                heappop(heap)
+            if heap:
+                if heap is self._used:
+                    self._floor = max(self._floor, heap[0][0])
+                return heap[0][2].block
+        return next(iter(self._idle))  # all others are followed by blocks that sequences hold
+
+    def renumber(self, num_blocks: int) -> None:
+        self._idle = {known.block: known for known in self._idle.values()}
+        self._set_size(num_blocks)
+
+    def check_integrity(self) -> None:
+        assert self._num_used == sum(known.uses > 0 for known in self._idle.values())
+        assert all(block == known.block and known.stamp for block, known in self._idle.items())
+        listed = {entry[2].block for entry in [*self._written, *self._used] if self._counts(entry)}
+        assert listed <= self._idle.keys(), "a held block may be evicted"
+
+    def _set_size(self, num_blocks: int) -> None:
+        self._most_used = int(MOST_KEPT * num_blocks)
+        self._most_ghosts = GHOSTS_PER_BLOCK * num_blocks
+
+    def _new_stamp(self) -> int:
+        self._num_stamps += 1
+        return self._num_stamps
+
+    @staticmethod
+    def _counts(entry: tuple[int, int, CachedBlock]) -> bool:
+        return entry[2].stamp == entry[1]
