@@ -18,7 +18,7 @@ MODULES = {"chat": "mlx_paged.terminal"}
 
 BENCHES = (
     *("serving", "stalls", "memory", "admission", "agent_trace"),
-    *("paged_attention", "shared_prefixes", "host_cost"),
+    *("paged_attention", "shared_prefixes", "retention", "host_cost"),
 )
 
 

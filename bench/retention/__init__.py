@@ -1,0 +1,1 @@
+"""Which K/V stays in the pool: tokens that an engine computes a second time."""
