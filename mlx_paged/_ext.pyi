@@ -118,6 +118,7 @@ class layers:
     hadamard: Callable[..., mx.array]
     linear: Callable[..., mx.array]
     quantized_linear: Callable[..., mx.array]
+    switch_linear: Callable[..., mx.array]
     is_dense: Callable[[mx.array], bool]
 
 class metal:

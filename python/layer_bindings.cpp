@@ -58,6 +58,15 @@ constexpr const char* kQuantizedLinearDoc =
 8 bits; scales and biases, here `offsets`, ``[O, D / group_size]`` of x's dtype, for groups of 32,
 64 or 128.)";
 
+constexpr const char* kSwitchLinearDoc =
+    R"(Layers of experts: ``x[..., 0, :] @ weight[indices].T + bias[indices]``, rounded once. `indices`
+``[.., K]`` are uint32 or int32; x is ``[.., K, 1, D]`` or ``[.., 1, 1, D]``, and the result
+``[.., K, 1, O]``. The weight is ``[E, O, D]`` of x's dtype, or of ``mx.quantize`` as in
+:func:`quantized_linear` ``[E, O, D * bits / 32]`` with scales and offsets ``[E, O, D / group_size]``. Without
+offsets, 4 bits in groups of 32 are those of mode "mxfp4", and scales are uint8. The bias is
+``[E, O]``. A row with an index outside [0, E) is NaN. A row's result does not depend on the other
+rows.)";
+
 mx::array rope_of(const mx::array& x, const std::variant<int, mx::array>& offset,
                   const mx::array& frequencies, float scale, bool traditional,
                   mx::StreamOrDevice stream) {
@@ -88,6 +97,9 @@ void bind_layers(nb::module_& module) {
   m.def("quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "offsets"_a,
         "bias"_a = nb::none(), nb::kw_only(), "group_size"_a, "bits"_a, "stream"_a = nb::none(),
         kQuantizedLinearDoc);
+  m.def("switch_linear", &switch_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a = nb::none(),
+        "offsets"_a = nb::none(), "bias"_a = nb::none(), nb::kw_only(), "group_size"_a = 0,
+        "bits"_a = 0, "stream"_a = nb::none(), kSwitchLinearDoc);
   m.def("is_dense", &is_dense, "array"_a, kIsDenseDoc);
   m.def("likeliest", &likeliest, "x"_a, "allowed"_a = nb::none(), nb::kw_only(),
         "stream"_a = nb::none(), kLikeliestDoc);

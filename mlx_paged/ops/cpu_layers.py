@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import activations
+from mlx_lm.models import activations, switch_layers
 
 from mlx_paged import _ext
 
@@ -37,6 +37,8 @@ mlx_linear: dict[type[nn.Module], Layer] = {
     nn.Embedding: nn.Embedding.as_linear,
     nn.QuantizedLinear: nn.QuantizedLinear.__call__,
     nn.QuantizedEmbedding: nn.QuantizedEmbedding.as_linear,
+    switch_layers.SwitchLinear: switch_layers.SwitchLinear.__call__,
+    switch_layers.QuantizedSwitchLinear: switch_layers.QuantizedSwitchLinear.__call__,
 }
 
 LINEAR_VARIABLE = "MLX_PAGED_CPU_LINEAR"  # 0: linear layers are MLX's
@@ -79,11 +81,11 @@ class CPULayers:
             self._others = {
                 id(layer)
                 for layer in model.modules()
-                if isinstance(layer, nn.Linear) and not _ext.layers.is_dense(layer.weight)
+                if isinstance(layer, nn.Linear | switch_layers.SwitchLinear)
+                and _ext.layers.is_dense(layer.weight)
             }
             for kind, original in mlx_linear.items():
-                fused = _quantized_linear if "Quantized" in kind.__name__ else _linear
-                self._attributes.append(Attribute(kind, original.__name__, original, fused))
+                self._attributes.append(Attribute(kind, original.__name__, original, _fused[kind]))
         for name in sorted({type(layer).__module__ for layer in model.modules()}):
             module = sys.modules.get(name)
             if getattr(module, "swiglu", None) is mlx_swiglu:
@@ -177,8 +179,9 @@ def _takes(layer: nn.Module) -> bool:
     return inside is not None and inside[-1].takes(layer)
 
 
-def _mlx_linear(layer: nn.Module, x: mx.array) -> mx.array:
-    return next(mlx_linear[kind] for kind in type(layer).__mro__ if kind in mlx_linear)(layer, x)
+def _mlx_linear(layer: nn.Module, *args: Any, **options: Any) -> mx.array:
+    kind = next(kind for kind in type(layer).__mro__ if kind in mlx_linear)
+    return mlx_linear[kind](layer, *args, **options)
 
 
 def _linear(layer: nn.Module, x: mx.array) -> mx.array:
@@ -197,6 +200,48 @@ def _quantized_linear(layer: Any, x: mx.array) -> mx.array:
         return _mlx_linear(layer, x)
     sizes = {"group_size": layer.group_size, "bits": layer.bits}
     return _ext.layers.quantized_linear(x, layer["weight"], scales, offsets, bias, **sizes)
+
+
+def _fits_experts(layer: Any, x: Any, indices: Any) -> bool:
+    is_known = isinstance(indices, mx.array) and indices.dtype in (mx.uint32, mx.int32)
+    if not (is_known and _takes(layer) and _fits(x) and x.ndim == indices.ndim + 2 >= 3):
+        return False
+    batch, chosen = x.shape[:-2], indices.shape
+    return x.shape[-2] == 1 and batch in (chosen, (*chosen[:-1], 1))
+
+
+def _switch_linear(
+    layer: Any, x: mx.array, indices: mx.array, *args: Any, **sorts: Any
+) -> mx.array:
+    weight, bias = layer["weight"], layer.get("bias")
+    if not (_fits_experts(layer, x, indices) and _fits(x, weight) and _fits(x, bias)):
+        return _mlx_linear(layer, x, indices, *args, **sorts)
+    return _ext.layers.switch_linear(x, indices, weight, bias=bias)
+
+
+def _quantized_switch_linear(
+    layer: Any, x: mx.array, indices: mx.array, *args: Any, **sorts: Any
+) -> mx.array:
+    scales, offsets, bias = layer["scales"], layer.get("biases"), layer.get("bias")
+    if layer.mode == "mxfp4":
+        is_known = layer.global_scale is None
+    else:
+        is_known = layer.mode == "affine" and layer.bits in (4, 8)
+        is_known = is_known and layer.group_size in GROUP_SIZES and _fits(x, scales)
+    if not (is_known and _fits_experts(layer, x, indices) and _fits(x, offsets) and _fits(x, bias)):
+        return _mlx_linear(layer, x, indices, *args, **sorts)
+    sizes = {"group_size": layer.group_size, "bits": layer.bits}
+    return _ext.layers.switch_linear(x, indices, layer["weight"], scales, offsets, bias, **sizes)
+
+
+_fused: dict[type[nn.Module], Layer] = {
+    nn.Linear: _linear,
+    nn.Embedding: _linear,
+    nn.QuantizedLinear: _quantized_linear,
+    nn.QuantizedEmbedding: _quantized_linear,
+    switch_layers.SwitchLinear: _switch_linear,
+    switch_layers.QuantizedSwitchLinear: _quantized_switch_linear,
+}
 
 
 def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array, ...]:

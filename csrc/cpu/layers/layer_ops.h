@@ -27,6 +27,12 @@ mx::array quantized_linear(const mx::array& x, const mx::array& weight, const mx
                            const mx::array& offsets, const OptionalArray& bias, int group_size,
                            int bits, mx::StreamOrDevice stream);
 
+// Each row of x meets the weight of the expert that it chose. One node of the graph.
+mx::array switch_linear(const mx::array& x, const mx::array& indices, const mx::array& weight,
+                        const OptionalArray& scales, const OptionalArray& offsets,
+                        const OptionalArray& bias, int group_size, int bits,
+                        mx::StreamOrDevice stream);
+
 // x [R, W] with -inf where a bit of allowed, [R, ceil(W / 32)] uint32, is 0; on any device.
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream);
 

@@ -88,39 +88,76 @@ void unpack(const T* from, int32_t count, float* to) {
   __builtin_memcpy(to, from, count * sizeof *to);
 }
 
+// 2^(e - 127) of a byte e, as MLX reads it: 0 is a denormal number, and 255 is infinity.
+inline float power_of_two(uint8_t e) {
+  return __builtin_bit_cast(float, e == 0 ? 0x00400000u : uint32_t{e} << 23);
+}
+
+// The float32 numbers that the integers of a group stand for.
+class GroupValues {
+ public:
+  template <typename T>
+  GroupValues(const LinearArgs& args, int64_t group, const T* /* the scales' type */)
+      : is_float4_(args.offsets == nullptr) {
+    if (is_float4_) {
+      scale_ = broadcast(power_of_two(static_cast<const uint8_t*>(args.scales)[group]));
+      offset_ = Floats{};
+    } else {
+      scale_ = broadcast(load_one(static_cast<const T*>(args.scales) + group));
+      offset_ = broadcast(load_one(static_cast<const T*>(args.offsets) + group));
+    }
+#if defined(__AVX512F__)
+    const Floats integers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    four_bits_ = (is_float4_ ? load(kFloat4) : integers) * scale_ + offset_;
+#endif
+  }
+
+  Floats of_8_bits(Ints q) const { return __builtin_convertvector(q, Floats) * scale_ + offset_; }
+
+  // Uses the low 4 bits of each lane.
+  Floats of_4_bits(Ints q) const {
+#if defined(__AVX512F__)
+    return _mm512_maskz_permutexvar_ps(0xffff, __builtin_bit_cast(__m512i, q), four_bits_);
+#else
+    const Ints low = q & 15;
+    if (!is_float4_) {
+      return of_8_bits(low);
+    }
+    Floats found;
+    for (int i = 0; i < kLanes; ++i) {
+      found[i] = kFloat4[low[i]];
+    }
+    return found * scale_;
+#endif
+  }
+
+ private:
+  bool is_float4_;
+  Floats scale_;
+  Floats offset_;
+#if defined(__AVX512F__)
+  Floats four_bits_;
+#endif
+};
+
 // The same for integers: of 4 bits the even ones of 2 * kLanes, then the odd ones.
 template <typename T>
 void unpack_integers(const LinearArgs& args, int64_t first, int32_t count, Ahead& ahead,
                      float* to) {
   const auto* from = static_cast<const uint8_t*>(args.weight) + first * args.bits / 8;
-  const T* scales = static_cast<const T*>(args.scales) + first / args.group;
-  const T* offsets = static_cast<const T*>(args.offsets) + first / args.group;
   for (int32_t k = 0; k < count; k += args.group) {
-    const Floats scale = broadcast(load_one(scales++));
-    const Floats offset = broadcast(load_one(offsets++));
+    const GroupValues values(args, (first + k) / args.group, static_cast<const T*>(nullptr));
     ahead.ask(args.group / kLanes);
     if (args.bits == 8) {
       for (int32_t i = k; i < k + args.group; i += kLanes) {
-        store(to + i, __builtin_convertvector(load_bytes(from + i), Floats) * scale + offset);
+        store(to + i, values.of_8_bits(load_bytes(from + i)));
       }
       continue;
     }
-#if defined(__AVX512F__)
-    const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const Floats values = numbers * scale + offset;
-    // The lookup uses the low 4 bits of each lane.
-    const auto value = [&](Ints q) {
-      return _mm512_maskz_permutexvar_ps(0xffff, __builtin_bit_cast(__m512i, q), values);
-    };
-#else
-    const auto value = [&](Ints q) {
-      return __builtin_convertvector(q & 15, Floats) * scale + offset;
-    };
-#endif
     for (int32_t i = k; i < k + args.group; i += 2 * kLanes) {
       const Ints pairs = load_bytes(from + i / 2);
-      store(to + i, value(pairs));
-      store(to + i + kLanes, value(pairs >> 4));
+      store(to + i, values.of_4_bits(pairs));
+      store(to + i + kLanes, values.of_4_bits(pairs >> 4));
     }
   }
 }
@@ -128,7 +165,7 @@ void unpack_integers(const LinearArgs& args, int64_t first, int32_t count, Ahead
 // Whether x of integer weights is in fixed point. Two digits are too few for float32.
 template <typename T>
 [[maybe_unused]] bool is_fixed_point(const LinearArgs& args) {
-  return args.bits == 4 && sizeof(T) == 2 && args.width >= kPass;
+  return args.bits == 4 && args.offsets && sizeof(T) == 2 && args.width >= kPass;
 }
 
 // X: what the packed x is.

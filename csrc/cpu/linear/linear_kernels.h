@@ -21,16 +21,21 @@ constexpr int64_t packed_stride(int32_t depth) { return padded_depth(depth) / 8 
 // out [rows, width] = x [rows, depth] . weight [width, depth]^T + bias. All arrays are dense.
 struct LinearArgs {
   DType dtype;    // of all arrays but quantized weights
-  int32_t bits;   // 4 or 8: `weight` holds unsigned integers, the first in the lowest bits; or 0
+  int32_t bits;   // 4 or 8: `weight` holds unsigned integers, the first in the lowest bits; or 0.
+                  // 4 without offsets: mxfp4, integers that stand for the numbers of kFloat4.
   int32_t group;  // elements that share a scale and an offset: scale * integer + offset
   int32_t depth;
   int32_t width;
   const void* weight;
-  const void* scales;   // [width, depth / group]
-  const void* offsets;  // the same
+  const void* scales;   // [width, depth / group]; of mxfp4 the bytes e of scales 2^(e - 127)
+  const void* offsets;  // the same; null for mxfp4
   const void* bias;     // [width], or null
   void* out;
 };
+
+// The numbers of 4 bits of mxfp4: E2M1 of the OCP Microscaling Formats specification 1.0, 2023.
+inline constexpr float kFloat4[16] = {0,    .5f,  1,  1.5f,  2,  3,  4,  6,
+                                      -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
 
 struct LinearKernels {
   // Packs one row of x as float32, in the order in which the kernel reads weights.

@@ -5,6 +5,7 @@
 #include "csrc/cpu/layers/dense_rows.h"
 #include "csrc/cpu/layers/layer_ops.h"
 #include "csrc/cpu/layers/layer_primitives.h"
+#include "csrc/cpu/linear/packed_rows.h"
 #include "csrc/validate.h"
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
@@ -12,26 +13,6 @@
 namespace mlx_paged {
 
 namespace {
-
-// The fewest products of a task: for fewer, waking a thread costs more than it saves.
-constexpr int64_t kProductsOfTask = 1 << 16;
-
-// To read a weight costs as much as its products with this many rows.
-constexpr int64_t kRowsOfRead = 8;
-
-// The most tasks for each thread. Tasks are few, because no pass has prefetched the first weights
-// of a task.
-constexpr int64_t kTasksOfThread = 2;
-
-// Memory of a thread for packed rows, at the start of a cache line. It stays for the next layer.
-float* packed_rows(size_t count) {
-  struct alignas(64) Line {
-    float floats[16];
-  };
-  static thread_local std::vector<Line> memory;
-  memory.resize(std::max(memory.size(), count / 16 + 1));
-  return memory[0].floats;
-}
 
 void compute(const cpu::LinearArgs& args, const cpu::DenseRows& x) {
   if (args.width == 0) {
@@ -42,19 +23,19 @@ void compute(const cpu::LinearArgs& args, const cpu::DenseRows& x) {
   const int64_t row_bytes = args.width * (x.row_bytes() / args.depth);
   for (int64_t first = 0; first < x.count(); first += cpu::kRowsOfPass) {
     const int64_t rows = std::min<int64_t>(cpu::kRowsOfPass, x.count() - first);
-    float* packed = packed_rows(rows * stride);
+    float* packed = cpu::packed_rows(rows * stride);
     cpu::parallel_for(
         rows,
         [&](int64_t r) {
           cpu::RowBuffer buffer;
           kernels.pack(args, x.row(first + r, buffer), packed + r * stride);
         },
-        rows * stride >= kProductsOfTask);
+        rows * stride >= cpu::kProductsOfTask);
     auto* out = static_cast<std::byte*>(args.out) + first * row_bytes;
     const int64_t passes = (args.width + cpu::kColumnsOfPass - 1) / cpu::kColumnsOfPass;
-    const int64_t work = (rows + kRowsOfRead) * args.depth * args.width / kRowsOfRead;
-    const int64_t most = kTasksOfThread * cpu::num_threads();
-    const int64_t tasks = std::clamp<int64_t>(work / kProductsOfTask, 1, most);
+    const int64_t work = (rows + cpu::kRowsOfRead) * args.depth * args.width / cpu::kRowsOfRead;
+    const int64_t most = cpu::kTasksOfThread * cpu::num_threads();
+    const int64_t tasks = std::clamp<int64_t>(work / cpu::kProductsOfTask, 1, most);
     const int64_t columns = (passes + tasks - 1) / tasks * cpu::kColumnsOfPass;
     cpu::parallel_for((args.width + columns - 1) / columns, [&](int64_t i) {
       const int64_t end = std::min<int64_t>(args.width, (i + 1) * columns);
