@@ -16,6 +16,7 @@ from mlx_paged.option_kinds import (
     Kind,
     Milliseconds,
     Name,
+    NamedPaths,
     OneOf,
     OnOff,
     read_number,
@@ -147,6 +148,16 @@ SWITCH = {"action": "store_true"}
 ON_OFF = {"action": argparse.BooleanOptionalAction}
 
 
+class Joined(argparse.Action):
+    """Joins the mappings that one flag gives at several places."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        before = getattr(namespace, self.dest) or {}
+        if twice := sorted(before.keys() & values.keys()):
+            parser.error(f"argument {option}: {twice[0]} is given twice: expected other names")
+        setattr(namespace, self.dest, before | values)
+
+
 def flag_of(name: str, kind: Kind | None = None, **changes: Any) -> Flag:
     """The flag of an engine's option. The parsed value has the option's name, or that of the flag
     if the command gives the flag other `names`.
@@ -177,7 +188,7 @@ def _argparse_of(kind: Kind, names: str, default: object) -> dict[str, Any]:
         return {"choices": [*kind.names]}
     if isinstance(kind, OneOf):
         return {"type": int, "choices": kind.numbers}
-    return {"type": argument(kind)}
+    return {"type": argument(kind)} | ({"action": Joined} if isinstance(kind, NamedPaths) else {})
 
 
 TEMPERATURE = number(float, 0, 1e6, "a number >= 0")
@@ -211,6 +222,7 @@ def engine_flags(stall: Flag | None = None) -> list[Flag]:
         stall or flag_of("max_stall_ms"),
         *map(flag_of, ("policy", "preempt", "compile", "cpu_linear", "cascade", "prefix_cache")),
         *map(flag_of, ("kv_disk", "kv_disk_gb", "speculate", "draft_model", "num_draft_tokens")),
+        *map(flag_of, ("adapters", "adapter_memory")),
     ]
 
 

@@ -2,7 +2,7 @@
 Knows no mlx."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from os import PathLike
@@ -94,6 +94,14 @@ class Bytes(Kind):
 
 
 @dataclass(frozen=True)
+class SomeBytes(Bytes):
+    """A number of bytes. The text of a flag is a number of GB."""
+
+    def check(self, op: str, name: str, value: Any) -> int:
+        return integer(op, name, value, self.minimum)
+
+
+@dataclass(frozen=True)
 class Gigabytes(Kind):
     """A number of GB above 0."""
 
@@ -176,6 +184,25 @@ class Path(Kind):
         require_paths(op, **{name: value})
         path: str | PathLike[str] | None = value
         return path
+
+
+@dataclass(frozen=True)
+class NamedPaths(Kind):
+    """Paths by names that are not empty, or None."""
+
+    def check(self, op: str, name: str, value: Any) -> dict[str, str | PathLike[str]] | None:
+        expected = "a mapping of names to paths, or None"
+        require(value is None or isinstance(value, Mapping), op, name, value, expected)
+        for key, path in (value or {}).items():
+            is_name = isinstance(key, str) and bool(key)
+            require(is_name and isinstance(path, str | PathLike), op, name, value, expected)
+        return None if value is None else dict(value)
+
+    def read(self, text: str) -> dict[str, str]:
+        name, is_pair, path = text.partition("=")
+        if not (name and is_pair and path):
+            raise ValueError(f"expected NAME=PATH, got {text!r}")
+        return {name: path}
 
 
 @dataclass(frozen=True)

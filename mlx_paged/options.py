@@ -9,7 +9,7 @@ from enum import StrEnum
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlx_paged.arguments import MAX_INT32, one_of, require, shown
+from mlx_paged.arguments import GB, MAX_INT32, one_of, require, shown
 from mlx_paged.option_kinds import (
     Bytes,
     Choice,
@@ -17,9 +17,11 @@ from mlx_paged.option_kinds import (
     Kind,
     Milliseconds,
     Name,
+    NamedPaths,
     OnOff,
     Path,
     Paths,
+    SomeBytes,
     Whole,
 )
 
@@ -244,6 +246,20 @@ class PoolConfig:
         "a directory in which K/V outlives the pool and the process (docs/kv-disk.md)."
         " :meth:`close` writes what is missing there. Default: none.",
         OptionFlag("--kv-disk", "also keep K/V in this directory, for later processes", "DIR"),
+    )
+    adapters: Mapping[str, str | PathLike[str]] | None = option(
+        None,
+        NamedPaths(),
+        "folders of adapters by the names that requests give (docs/adapters.md). None: requests"
+        " have no adapters; {}: :meth:`load_adapter` adds all.",
+        OptionFlag("--adapter", "an adapter that requests may name; may be repeated", "NAME=PATH"),
+    )
+    adapter_memory: int = option(
+        GB,
+        SomeBytes(1),
+        "bytes for the adapters that are in memory. One step may need more, if each of its requests"
+        " has another adapter.",
+        OptionFlag("--adapter-memory", "GB for adapters that are in memory (default: 1)", "GB"),
     )
 
     def __post_init__(self) -> None:

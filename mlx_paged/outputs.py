@@ -66,6 +66,8 @@ class Completion:
         error: the error message, for FinishReason.ERROR.
         beams: all hypotheses of a beam search, best first; tokens, text and logprobs are those of
             the first.
+        adapter: name of the request's adapter, and `adapter_version` a hash of its numbers: all
+            tokens come from this version.
     """
 
     request_id: int
@@ -88,12 +90,15 @@ class Completion:
     queue_s: float | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    adapter: str | None = None
+    adapter_version: str | None = None
 
     @classmethod
     def of(cls, request: Request, text: str) -> "Completion":
         """The completion of a finished request."""
         assert request.finish_reason is not None and request.finish_time is not None
         first, admitted = request.first_token_time, request.admitted_time
+        variant = request.variant
         ended_badly = request.finish_reason is FinishReason.ERROR
         return cls(
             request_id=request.id,
@@ -112,6 +117,8 @@ class Completion:
             accepted_drafts=request.num_accepted,
             prompt_logprobs=tuple(request.prompt_logprobs or ()),
             queue_s=None if admitted is None else admitted - request.arrival_time,
+            adapter=None if variant is None else variant.name,
+            adapter_version=None if variant is None else variant.key.hex(),
             error=describe(request.error) if ended_badly and request.error else None,
         )
 

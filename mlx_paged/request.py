@@ -37,6 +37,20 @@ class Grammar(Protocol):
     def copy(self, tokens: Sequence[int]) -> Self: ...
 
 
+class Variant(Protocol):
+    """What is added to the model for one request; ``adapters/store.py`` implements it.
+
+    Attributes:
+        name: by which requests ask for it.
+        key: a hash of what is added, 16 bytes.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def key(self) -> bytes: ...
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence that the engine generates.
@@ -51,8 +65,9 @@ class Request:
     params: SamplingParams
     seed: int  # of its random stream
     priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
-    salt: bytes = b""  # only requests with equal salts share K/V
+    salt: bytes = b""  # of the caller; only requests with equal salts share K/V
     prompt: Prompt | None = None  # the prompt, if it is more than tokens
+    variant: Variant | None = None  # what is added to the model for it
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
     num_prompt: int = 0
     num_computed: int = 0
@@ -85,6 +100,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt = self.num_prompt or len(self.tokens)
+
+    @property
+    def root(self) -> bytes:
+        """What all its K/V depends on: requests share K/V if it is equal. No salt is text that
+        begins with the byte 255."""
+        return self.salt if self.variant is None else b"\xff" + self.variant.key + self.salt
 
     @property
     def keys(self) -> list[int]:

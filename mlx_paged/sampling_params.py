@@ -115,6 +115,8 @@ class SamplingParams:
             text. docs/structured-outputs.md has the rules of this field and the next two.
         regex: the whole text matches this regular expression, in Rust's syntax.
         grammar: the text follows this grammar, in llguidance's form of Lark.
+        adapter: name of an adapter of the engine, whose terms the model's layers add for this
+            request (docs/adapters.md); None: none.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the range.
@@ -149,6 +151,7 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = _field(None, *_SCHEMA)
     regex: str | None = _field(None, *_TEXT)
     grammar: str | None = _field(None, *_TEXT)
+    adapter: str | None = _field(None, *_TEXT)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -235,6 +235,7 @@ class BeamSearch:
             root.priority,
             root.salt,
             logprobs=logprobs,
+            like=root,
         )
         child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)
         self._searches[child.id] = self

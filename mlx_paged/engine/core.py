@@ -285,7 +285,7 @@ class EngineCore:
         tokens = parent.tokens + self._encode(suffix, continues=True).tokens
         seed = None if inherits else given.seed
         child = self._make_request(
-            parent.prompt_of(tokens), given, seed, parent.priority, parent.salt
+            parent.prompt_of(tokens), given, seed, parent.priority, parent.salt, like=parent
         )
         child.keep_blocks = keep
         self.scheduler.check_fits(child)

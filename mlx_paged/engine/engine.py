@@ -12,19 +12,17 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_paged.arguments import is_whole, require, shown, suggesting
 from mlx_paged.engine.chats import Chat, ChatPrompt, Chats, Reader, chat_list
-from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.memory_watch import watch_memory
+from mlx_paged.engine.model_core import ModelCore
 from mlx_paged.engine.models import EngineParts, with_detokenizer
 from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import PromptLike, Tokenizer, prompt_list
 from mlx_paged.engine.waiting_calls import OnOutput
-from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.prompt import Prompt
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
-from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.runner.positions import positions_of
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.host import hosted, image_processor
@@ -33,7 +31,7 @@ QUEUEING = {"priority", "cache_salt", "keep", "turn_ends"}
 """Arguments of `add_request` that are no fields of SamplingParams."""
 
 
-class Engine(EngineCore):
+class Engine(ModelCore):
     """Continuous batching over a pool of K/V blocks.
 
     Any number of requests may be added at any time. Each :meth:`step` gives every running request
@@ -100,6 +98,10 @@ class Engine(EngineCore):
             50 ms.
         kv_disk: a directory in which K/V outlives the pool and the process (docs/kv-disk.md).
             :meth:`close` writes what is missing there. Default: none.
+        adapters: folders of adapters by the names that requests give (docs/adapters.md). None:
+            requests have no adapters; {}: :meth:`load_adapter` adds all.
+        adapter_memory: bytes for the adapters that are in memory. One step may need more, if each
+            of its requests has another adapter.
         kv_disk_gb: the largest size of the directory `kv_disk`, in GB.
         model_files: directories that the model was loaded from. Their hash is kept in `kv_disk`
             while they do not change; without them every start hashes all weights.
@@ -143,6 +145,8 @@ class Engine(EngineCore):
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
         kv_disk: str | PathLike[str] | None = None,
+        adapters: Mapping[str, str | PathLike[str]] | None = None,
+        adapter_memory: int = 10**9,
         kv_disk_gb: float = 20.0,
         model_files: Sequence[str | PathLike[str]] = (),
     ) -> None:
@@ -179,18 +183,17 @@ class Engine(EngineCore):
             metrics_jsonl=metrics_jsonl,
             spike_ms=spike_ms,
             kv_disk=kv_disk,
+            adapters=adapters,
+            adapter_memory=adapter_memory,
             kv_disk_gb=kv_disk_gb,
             model_files=model_files,
         )
         if draft_model is not None:
             require_model("Engine", "draft_model", draft_model)
         parts = EngineParts.of(model, tokenizer, config)
-        self._models = parts.models
         traits = parts.models.pooled.profile
         super().__init__(
-            parts.scheduler,
-            parts.models.runner,
-            parts.stats,
+            parts,
             tokenizer=tokenizer,
             vocab_size=traits.logit_columns,
             embedding_rows=traits.embedding_rows,
@@ -198,7 +201,6 @@ class Engine(EngineCore):
             lookahead=config.lookahead and parts.models.pooled.pool.in_place,
             # Without mixed steps, several tokens of a request at once would need a forward each.
             fast_forward=traits.batching is Batching.MIXED,
-            instruments=parts.instruments,
         )
         self._encode.positions = positions_of(model)
         self.prewarm = config.prewarm
@@ -453,22 +455,6 @@ class Engine(EngineCore):
         queued = {name: value for name, value in options.items() if name in QUEUEING}
         request_id = self.add_request(prompt.prompt, params, **queued)
         return request_id, self._chats.reader(prompt, params)
-
-    @property
-    def manager(self) -> PooledModel:
-        """The model's pool of K/V blocks and their allocator."""
-        return self._models.pooled
-
-    @property
-    def memory_budget(self) -> MemoryBudget:
-        """What the engine takes of the device's memory at most."""
-        return self._models.budget
-
-    @exclusive
-    def warm_up(self) -> None:
-        """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
-        self.stats.prewarm_seconds = self._models.warm_up()
-        self.stats.memory_budget = self.memory_budget.parts
 
     @exclusive
     def close(self, stream: Any = None) -> None:

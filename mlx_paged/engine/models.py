@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
+from mlx_paged.adapters.store import AdapterStore
 from mlx_paged.arguments import GB, require
 from mlx_paged.engine.text import Tokenizer
 from mlx_paged.kv.limits import HeldLimits
@@ -37,11 +38,12 @@ WATERMARK = 0.01
 
 @dataclass(frozen=True, slots=True)
 class EngineModels:
-    """What computes an engine's steps, and what guesses their tokens."""
+    """What computes an engine's steps, what guesses their tokens, and the adapters of requests."""
 
     pooled: PooledModel
     runner: ModelRunner | LeadingRunner
     drafter: Drafter | None
+    adapters: AdapterStore | None
 
     @classmethod
     @telling_errors()
@@ -52,8 +54,11 @@ class EngineModels:
         The draft model's pool comes second, because it has as many slots as the model's. With
         `phases` each phase of a step is timed."""
         ranks = Ranks.of(model)
-        if ranks is not None and config.kv_disk is not None:
-            raise ValueError("[Engine] kv_disk is given: expected none on ranks")
+        if ranks is not None:
+            for name in ("kv_disk", "adapters"):
+                is_given = getattr(config, name) is not None
+                require(not is_given, "Engine", name, getattr(config, name), "None on ranks")
+        adapters = AdapterStore.of(model, config)
         profile = probed(model, config)
         draft_model = config.draft_model if can_draft(profile) else None
         of_draft = None if draft_model is None else probed_draft(profile, draft_model)
@@ -71,7 +76,9 @@ class EngineModels:
             drafter = DraftModel.beside(pooled, draft_model, of_draft, config.num_draft_tokens)
         elif config.speculate is not None and can_draft(profile):
             drafter = DRAFTERS[config.speculate]()
-        return cls(pooled, runner, drafter)
+        if adapters is not None:
+            pooled.runner.row_terms = adapters.terms
+        return cls(pooled, runner, drafter, adapters)
 
     @property
     def both(self) -> list[PooledModel]:

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_paged.arguments import integer, is_real, require, require_flags, require_text
 from mlx_paged.engine.text import PromptEncoder, PromptLike
 from mlx_paged.prompt import Prompt
-from mlx_paged.request import Request
+from mlx_paged.request import Request, Variant
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 
@@ -79,10 +79,23 @@ def check_beams(
     require_flags(caller, early_stopping=early_stopping)
 
 
+def _no_variant(name: str | None) -> None:
+    """ValueError if a request asks for an adapter."""
+    expected = "None: the engine has no adapters"
+    require(name is None, "SamplingParams", "adapter", name, expected)
+
+
 class RequestMaker:
-    """Makes requests with ids in their order, seeds, arrival times and grammars."""
+    """Makes requests with ids in their order, seeds, arrival times and grammars.
+
+    Attributes:
+        variant_of: what is added to the model for requests with this name of an adapter.
+    """
+
+    variant_of: Callable[[str | None], Variant | None]
 
     def __init__(self, grammars: Grammars, clock: Callable[[], float], seed: int | None) -> None:
+        self.variant_of = _no_variant
         self._grammars = grammars
         self._clock = clock
         self._rng = np.random.default_rng(seed)
@@ -97,9 +110,15 @@ class RequestMaker:
         salt: bytes,
         turn_ends: Sequence[int] = (),
         logprobs: Sequence[float] = (),
+        like: Request | None = None,
     ) -> Request:
         """A request; without a seed it gets a random one. The last tokens, to which `logprobs`
-        belong, are generated ones. Raises ValueError for its grammar."""
+        belong, are generated ones. The request continues the one that it is `like`, with the
+        same adapter. Raises ValueError for its grammar, or if there is no such adapter."""
+        variant = self.variant_of(params.adapter) if like is None else like.variant
+        if like is not None and params.adapter not in (None, variant and variant.name):
+            expected = "None, or that of the request that it continues"
+            require(False, "SamplingParams", "adapter", params.adapter, expected)
         seed = int(self._rng.integers(2**63)) if seed is None else seed
         request = Request(
             self._next_id,
@@ -109,6 +128,7 @@ class RequestMaker:
             priority,
             salt,
             None if prompt.is_plain else prompt,
+            variant,
             num_prompt=len(prompt) - len(logprobs),
             logprobs=[*logprobs],
         )

@@ -112,6 +112,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--system-prompt", str, None, "TEXT", "system message for the chat template"),
         ("--ignore-chat-template", SWITCH, False, "", "do not apply the model's chat template"),
         ("--chat-template-config", json_object, None, "JSON", CONFIG),
+        ("--use-adapter", str, None, "NAME", "the --adapter of prompts that name none"),
         ("--prefill-response", str, None, "TEXT", "start each chat answer with this text"),
     ),
     "sampling": (

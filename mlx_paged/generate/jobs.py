@@ -117,7 +117,7 @@ def params_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> Sampling
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     options |= {"temperature": args.temp, "xtc_special_tokens": special}
-    options |= {"stop": args.stop, "json_schema": args.json_schema}
+    options |= {"stop": args.stop, "json_schema": args.json_schema, "adapter": args.use_adapter}
     return SamplingParams(keep_space=args.keep_space, **options)
 
 

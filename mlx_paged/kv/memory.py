@@ -140,7 +140,7 @@ class MemoryBudget:
     """What an engine's memory is for, in bytes.
 
     Attributes:
-        weights: of the models.
+        weights: of the models, and of the adapters of requests at most.
         pool: K/V, and states that the prefix cache may keep.
         cache: MLX's limit for freed buffers; None on a CPU, where nothing limits them. Buffers as
             large as a step are those of the step, which count once.

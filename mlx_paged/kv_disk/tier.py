@@ -160,7 +160,7 @@ class KVDiskTier:
         store, size = self.store, self._allocator.block_size
         if not store or self._asked.get(request.id) == DECLINED:
             return False
-        needed = self._allocator.prefixes.needed(request.reusable, request.salt, store)
+        needed = self._allocator.prefixes.needed(request.reusable, request.root, store)
         absent = [each for each in needed if each.known.block == ABSENT]
         totals = list(accumulate(store.size_of(each.key) for each in absent))
         absent = absent[: bisect(totals, LOAD_BYTES)]

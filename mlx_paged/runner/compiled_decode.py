@@ -26,6 +26,7 @@ from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import Batch, Layout, row_bucket
 from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.layer_states import Forms, LayerStates, States
+from mlx_paged.runner.row_terms import RowTerms, using
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.sampling.sampler import Scores
 
@@ -152,6 +153,7 @@ class CompiledDecode:
         self._stream = mx.default_stream(mx.default_device())
         self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
         self._is_built = False  # the step that is traced now
+        self._terms: RowTerms | None = None  # of the latest batch
         self._takes_ragged = buckets.takes_ragged and pool.in_place and max_paged_queries() > 0
         self._gathered = False  # whether a layer of the last forward did
         self._unshared: dict[int, mx.array] = {}  # by rows: shared prefixes of no sequence
@@ -193,8 +195,10 @@ class CompiledDecode:
         self._uses[size] += 1
         return self._uses[size] >= USES
 
-    def __call__(self, batch: Batch) -> Scores:
-        """Logits ``[T, vocab]`` of a batch, and the most likely tokens."""
+    def __call__(self, batch: Batch, terms: RowTerms | None) -> Scores:
+        """Logits ``[T, vocab]`` of a batch, whose layers add `terms`, and the most likely
+        tokens."""
+        self._terms = terms
         first, more = batch.forwards[0], (batch.num_tokens - len(batch.seq_ids), 0)
         lens, last = first.context_lens, list[mx.array]()
         if first.cu_seqlens is not None:  # as many sequences as rows: the first ones are empty
@@ -224,6 +228,7 @@ class CompiledDecode:
         """Trace the buckets for the current stream, buckets of few rows first, until this has cost
         MOST_TRACE_SECONDS or MOST_TRACE_BYTES. Nothing is evaluated."""
         before, handles, states = resident_bytes(), self._pool.handles(), self._states.loaded
+        self._terms = None
         seconds = self.traces.seconds
         rows = sorted(set(map(row_bucket, range(1, self._max_rows + 1))))
         widths = self.buckets.widths(self._most_columns)
@@ -350,7 +355,9 @@ class CompiledDecode:
         function, handles = self._functions[key], self._pool.handles()
         states = self._states.loaded if self._has_states else []
         assert function is not None
-        parameters = ops.arrays_in(self._model.state)
+        terms = self._terms
+        rows = ([], 0) if terms is None else (terms.arrays, terms.form)
+        parameters = *ops.arrays_in(self._model.state), *rows
         try:
             return function(arrays, handles, states, *parameters)
         except _NotBuiltError:
@@ -365,7 +372,14 @@ class CompiledDecode:
             self._is_built = False
 
     def _traced(
-        self, arrays: Arrays, handles: Arrays, states: States, parameters: Arrays, _: int
+        self,
+        arrays: Arrays,
+        handles: Arrays,
+        states: States,
+        parameters: Arrays,
+        _: int,
+        of_rows: Arrays,
+        form: int,
     ) -> Results:
         """Scores, new handles and new states. ``mx.compile`` calls this for each trace; where the
         user disabled it, for each step, with real arrays."""
@@ -375,12 +389,14 @@ class CompiledDecode:
         self.traces.count += is_trace
         own_states, self._states.loaded = self._states.loaded, states
         if is_trace:
-            ops.keep_compiled(ops.arrays_in((arrays, handles, states, parameters))[0])
+            ops.keep_compiled(ops.arrays_in((arrays, handles, states, parameters, of_rows))[0])
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
         self._model.update(_with_arrays(self._model.state, parameters), strict=False)
+        terms = self._terms
         try:
-            found = self._plain(arrays), self._pool.handles(), self._states.loaded
+            with using(None if terms is None else terms.with_arrays(of_rows)):
+                found = self._plain(arrays), self._pool.handles(), self._states.loaded
             if is_trace and self._gathered and self._pool.in_place:
                 raise _GathersError
         finally:

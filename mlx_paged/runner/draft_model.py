@@ -77,7 +77,11 @@ class DraftModel:
         """A drafter whose pool has room for as many tokens as the target's."""
         room = target.pool.num_blocks // target.plan.width
         config = target.config.of_pool(
-            num_blocks=room, prefill_chunk=CATCH_UP, kv_bits=None, kv_disk=None
+            num_blocks=room,
+            prefill_chunk=CATCH_UP,
+            kv_bits=None,
+            kv_disk=None,
+            adapters=None,
         )
         if profile.states.exist:  # of its drafts' states none is worth a snapshot
             config = config.of_pool(prefix_cache=False)

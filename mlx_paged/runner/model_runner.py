@@ -41,6 +41,7 @@ from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
+from mlx_paged.runner.row_terms import RowTerms, narrow, using
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import (
@@ -67,6 +68,7 @@ class ModelRunner:
     Attributes:
         compiled: computes the steps that only decode; None: as all other steps.
         why_plain: why it is None.
+        row_terms: what layers add for the rows of a batch; None: of no batch anything.
         error: that was noted, until recovery; the steps under way may be wrong.
     """
 
@@ -108,6 +110,7 @@ class ModelRunner:
         self.error: Exception | None = None
         note_errors_on(self)
         self.compiled: CompiledDecode | None = None
+        self.row_terms: Callable[[Batch], RowTerms | None] | None = None
         self.why_plain = self._untraceable = profile.untraceable
         cascade = cascade and pool.n_layers > 0
         self._new_tables = partial(
@@ -437,6 +440,7 @@ class ModelRunner:
 
         def attend_only() -> None:
             forwards = batch.sampled_alone()
+            narrow(batch.sampled_rows)
             for layer in self.layers:
                 layer.attend_only(forwards[layer.place.table])
 
@@ -444,6 +448,13 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
+        terms = None if self.row_terms is None else self.row_terms(batch)
+        if terms is None:
+            return self._computed(batch, None)
+        with using(terms):
+            return self._computed(batch, terms)
+
+    def _computed(self, batch: Batch, terms: RowTerms | None) -> tuple[mx.array, Scores | None]:
         more = {} if self._hosted is None else self._hosted.arguments(batch)
         compiled, are_rows = self.compiled, batch.layout is Layout.ROWS
         takes = compiled is not None and not more and compiled.takes(batch)
@@ -452,7 +463,7 @@ class ModelRunner:
             states = self.states.computing(batch.spans, are_rows and not takes, batch.padding)
         if compiled is not None and takes:
             with states:
-                scores = compiled(batch)
+                scores = compiled(batch, terms)
             return scores.logits, scores
         axis, rows = 0 if are_rows else 1, None if batch.samples_all else batch.sampled_rows
         selected: AbstractContextManager[None] = nullcontext()

@@ -107,7 +107,8 @@ class MeasuredModel:
             num_blocks = num_blocks_for(plan, block_size, kv_memory, states.num_bytes)
             bound = "no memory" if kv_memory is None else "kv_memory"
         else:
-            others = _beside(_step_bytes(model, profile, config), config, states.num_bytes)
+            kept = states.num_bytes + _adapter_bytes(config)
+            others = _beside(_step_bytes(model, profile, config), config, kept)
             needs = _needs(model, plan, config)
             num_blocks, bound = default_blocks(int(own / share), needs, others)
             num_blocks = min(num_blocks, most_blocks(plan, block_size))
@@ -122,6 +123,7 @@ class MeasuredModel:
         pool += self.states.num_bytes
         is_asked = config.kv_memory is not None or config.num_blocks is not None
         weights = sum(each.nbytes for _, each in tree_flatten(self.model.parameters()))
+        weights += _adapter_bytes(config)
         cache = config.cache_limit
         if cache is None or gpu_memory() is None:
             others = memory_in_use() + pool + step
@@ -271,6 +273,11 @@ def _beside(step: int, config: PoolConfig, states: int) -> Beside:
     if cache is None:
         cache = default_cache_limit(None, step) or 0
     return Beside(step, max(0, cache - step), states)
+
+
+def _adapter_bytes(config: PoolConfig) -> int:
+    """Bytes that the adapters of requests take at most, unless one step needs more."""
+    return 0 if config.adapters is None else config.adapter_memory
 
 
 def _needs(model: nn.Module, plan: PoolPlan, config: PoolConfig) -> Needs:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from threading import local
 from types import FrameType
 from typing import Any
@@ -15,6 +16,7 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.runner.layer_states import LayerState, States
+from mlx_paged.runner.row_terms import only_rows
 from mlx_paged.runner.skip_unsampled import attached_to, override
 
 
@@ -54,6 +56,11 @@ class Run:
         if rows.ndim == 1:
             return rows[start::length]
         return rows.reshape(self.count, length, *rows.shape[2:])[:, start:stop]
+
+    def numbers_of(self, start: int, stop: int) -> mx.array:
+        """The rows of the sequences' columns ``[start, stop)``, sequence by sequence."""
+        rows = mx.arange(self.first, self.stop).reshape(self.count, -1)
+        return rows[:, start:stop].flatten()
 
 
 class _OfThread(local):
@@ -136,7 +143,8 @@ def _computed(
             return run.rows_of(value, start, stop) if is_rows else value
 
         given, named = tree_map(own, (args, kwargs))
-        found.append(module(*given, **named))
+        with only_rows(partial(run.numbers_of, start, stop)):
+            found.append(module(*given, **named))
         for index, old in before.items():  # modules may share a cache
             for i, state in enumerate(run.caches[index].cache):
                 if state is not old[i]:

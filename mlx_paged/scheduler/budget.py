@@ -139,7 +139,7 @@ def is_under_way(request: Request, planning: Planning, budget: int, block_size: 
     what `request` would compute for another one. Then the request should wait: after the step it
     finds these blocks in the prefix cache, and the budget goes to other prompts."""
     for span in planning.spans:
-        if len(span) > 1 and span.request.salt == request.salt:
+        if len(span) > 1 and span.request.root == request.root:
             own = min(len(request.tokens) - span.start, budget)  # with hits up to the span
             if 2 * _shared_tokens(request, span, block_size) >= max(1, own):
                 return True

@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "drop_in": {"arguments", "options", "runner", "attention", "kv", "ops"},
     "engine": {
         *(
+            "adapters",
             "chat",
             "formats",
             "vision",
@@ -61,6 +62,7 @@ MAY_IMPORT = {
             *REQUESTS,
         )
     },
+    "adapters": {"arguments", "options", "runner", "ops"},
     "pressure": set[str](),
     "formats": {"chat", "outputs", "sampling_params"},
     "vision": {"arguments", "chat", "cli", "prompt", "runner", "ops"},

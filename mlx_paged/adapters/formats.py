@@ -1,0 +1,255 @@
+"""Adapters as ``mlx_lm.lora`` and PEFT write them: their configurations, and their tensors as
+factors of a model's layers."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from mlx_paged.adapters.places import Pair, Place
+from mlx_paged.adapters.tensor_file import load_tensors
+from mlx_paged.arguments import is_count, is_real, shown
+
+CONFIG = "adapter_config.json"
+MLX_TENSORS, PEFT_TENSORS = "adapters.safetensors", "adapter_model.safetensors"
+MOST_CONFIG_BYTES = 1 << 20
+MOST_COLUMNS = 512
+
+Factors = dict[str, Pair]
+"""By path of the layer."""
+
+
+class Given(NamedTuple):
+    """The factors of a layer as a file has them, in the layout of :data:`Pair`, and their scale."""
+
+    a: mx.array
+    b: mx.array
+    scale: float
+
+
+def read_adapter(folder: Path, places: Mapping[str, Place]) -> Factors:
+    """The factors of an adapter in a folder, for the layers `places` of a model.
+
+    Raises:
+        ValueError: there is no adapter, or it asks for what a term of two factors cannot do, has
+            unknown tensors, wrong shapes, or numbers that are not finite.
+        OSError: a file cannot be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {CONFIG}: expected a folder of mlx_lm.lora or of PEFT")
+    if path.stat().st_size > MOST_CONFIG_BYTES:
+        raise ValueError(f"{CONFIG} has more than {MOST_CONFIG_BYTES} bytes")
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"{CONFIG} is no JSON object")
+    is_peft = "peft_type" in config
+    scale_of = _peft_scale_of(config) if is_peft else _mlx_scale_of(config)
+    tensors = load_tensors(folder / (PEFT_TENSORS if is_peft else MLX_TENSORS))
+    return factors_of(tensors, places, scale_of, _peft_path_of(places) if is_peft else None)
+
+
+ScaleOf = Callable[[str, int], float]
+"""The scale of a layer, by its path and the rank of its factors."""
+
+PathOf = Callable[[str], str | None]
+"""The path of a layer in the model, by its path in a file; None: the model has no such layer."""
+
+
+def factors_of(
+    tensors: Mapping[str, mx.array],
+    places: Mapping[str, Place],
+    scale_of: ScaleOf,
+    peft_path_of: PathOf | None = None,
+) -> Factors:
+    """The factors that tensors of a file are: of mlx-lm's, or with `peft_path_of` of PEFT's. Raises
+    ValueError as :func:`read_adapter`."""
+    is_peft = peft_path_of is not None
+    path_of = peft_path_of or (lambda path: path if path in places else None)
+    pairs: dict[str, dict[str, mx.array]] = {}
+    for name, tensor in tensors.items():
+        found = (_PEFT_NAME if is_peft else _MLX_NAME).fullmatch(name)
+        path = None if found is None else path_of(found["path"])
+        if found is None or path is None:
+            raise ValueError(
+                f"tensor {name:.200} belongs to no linear layer of the model: expected an adapter "
+                "of this model's linear layers"
+            )
+        pairs.setdefault(path, {})[found["factor"].lower()] = tensor
+    if not pairs:
+        raise ValueError("the adapter has no tensors: expected factors of at least one layer")
+    factors = {
+        path: _checked(places[path], pair, scale_of, is_peft) for path, pair in pairs.items()
+    }
+    mx.eval(list(factors.values()))
+    for path, pair in factors.items():
+        if not all(bool(mx.isfinite(each).all()) for each in pair):
+            raise ValueError(f"the factors of {path} have NaN or infinity: expected finite numbers")
+    return factors
+
+
+_MLX_NAME = re.compile(r"(?P<path>.+)\.lora_(?P<factor>a|b)")
+_PEFT_NAME = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<factor>A|B)\.weight")
+
+
+def _checked(place: Place, pair: Mapping[str, mx.array], scale_of: ScaleOf, is_peft: bool) -> Pair:
+    """The factors of a layer in the model's dtype, of the right shapes. The second one has the
+    scale, multiplied in float32."""
+    if len(pair) != 2:
+        raise ValueError(f"{place.path} has one factor: expected lora_a and lora_b")
+    a, b = pair["a"], pair["b"]
+    if a.ndim != b.ndim or a.ndim != len(place.shapes(1)[0]):
+        raise ValueError(_shapes_of(place, a, b))
+    if is_peft or place.experts is not None:
+        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+    rank = a.shape[-1]
+    if (a.shape, b.shape) != place.shapes(rank) or not 1 <= rank <= MOST_COLUMNS:
+        raise ValueError(_shapes_of(place, pair["a"], pair["b"]))
+    scale = scale_of(place.path, rank)
+    scaled = b.astype(mx.float32) * scale
+    return mx.contiguous(a.astype(place.dtype)), mx.contiguous(scaled.astype(place.dtype))
+
+
+def _shapes_of(place: Place, a: mx.array, b: mx.array) -> str:
+    experts = "" if place.experts is None else f" and {place.experts} experts"
+    return (
+        f"{place.path} has factors of shapes {a.shape} and {b.shape}: expected a rank from 1 to "
+        f"{MOST_COLUMNS} for {place.inputs} inputs and {place.outputs} outputs{experts}; is the "
+        "adapter for another model?"
+    )
+
+
+def _number(config: Mapping[str, Any], name: str, where: str) -> float:
+    value = config.get(name)
+    if not (is_real(value) and math.isfinite(value)):
+        raise ValueError(f"{where} has {name} {shown(value)}: expected a finite number")
+    return float(value)
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    raise ValueError(f"{CONFIG} has {name} {shown(value)}: expected {expected}")
+
+
+# mlx-lm
+
+_PARAMETERS = {"rank", "scale", "dropout", "keys"}
+
+
+def _mlx_scale_of(config: Mapping[str, Any]) -> ScaleOf:
+    """mlx-lm: one rank and one scale for all layers."""
+    kind = config.get("fine_tune_type", "lora")
+    if kind != "lora":
+        whole = " (load it with the model: --adapter-path)"
+        _refuse("fine_tune_type", kind, f"'lora'{whole if kind in ('dora', 'full') else ''}")
+    own = config.get("lora_parameters")
+    if not isinstance(own, dict) or "num_layers" not in config:
+        raise ValueError(f"{CONFIG} has no lora_parameters or num_layers: expected both")
+    if unknown := sorted(own.keys() - _PARAMETERS):
+        known = ", ".join(sorted(_PARAMETERS))
+        raise ValueError(f"{CONFIG} has lora_parameters.{unknown[0]:.60}: expected only {known}")
+    rank, scale = own.get("rank"), _number(own, "scale", CONFIG)
+    if not is_count(rank, 1):
+        raise ValueError(f"{CONFIG} has rank {shown(rank)}: expected an integer >= 1")
+
+    def scale_of(path: str, found: int) -> float:
+        if found != rank:
+            raise ValueError(f"{path} has factors of rank {found}: expected {rank}")
+        return scale
+
+    return scale_of
+
+
+# PEFT
+
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode"),
+    *("layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "peft_type"),
+    *("peft_version", "qalora_group_size", "r", "lora_alpha", "use_rslora"),
+    *(f"{of}_pattern" for of in ("rank", "alpha")),
+    *("target_modules", "exclude_modules", "task_type", "bias"),
+    *("init_lora_weights", "runtime_config", "ensure_weight_tying"),
+}
+"""Fields that say nothing beside the tensors, and those that are read below."""
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to initialize that leave the model's own weights as they are."""
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A number for the layers that a pattern names, as PEFT has it: a path or its end."""
+
+    name: str
+    value: Any
+
+    def names(self, path: str) -> bool:
+        return path == self.name or path.endswith(f".{self.name}")
+
+
+def _patterns(config: Mapping[str, Any], of: str) -> list[_Pattern]:
+    """The patterns of ranks or of alphas."""
+    name = f"{of}_pattern"
+    given = config.get(name) or {}
+    if not isinstance(given, dict):
+        _refuse(name, given, "an object of numbers")
+    for pattern, value in given.items():
+        is_right = is_real(value) and math.isfinite(value)
+        if not is_right or not re.fullmatch(r"\^?[\w.]{1,400}", pattern):
+            _refuse(name, {pattern: value}, "paths of layers and their numbers")
+    return [_Pattern(pattern.removeprefix("^"), value) for pattern, value in given.items()]
+
+
+def _peft_scale_of(config: Mapping[str, Any]) -> ScaleOf:
+    """PEFT: ``alpha / r``, or ``alpha / sqrt(r)`` with rslora, by layer."""
+    if config["peft_type"] != "LORA":
+        _refuse("peft_type", config["peft_type"], "'LORA'")
+    if config.get("bias", "none") != "none":
+        _refuse("bias", config["bias"], "'none'")
+    if config.get("init_lora_weights") not in _INITIAL:
+        _refuse("init_lora_weights", config["init_lora_weights"], "one that leaves the base alone")
+    for name, value in config.items():
+        if name not in _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
+            _refuse(name[:60], value, "none: a term of two factors cannot do this")
+    rank, alpha = config.get("r"), _number(config, "lora_alpha", CONFIG)
+    sizes, alphas = _patterns(config, "rank"), _patterns(config, "alpha")
+    root = config.get("use_rslora", False)
+    if not isinstance(root, bool):
+        _refuse("use_rslora", root, "true or false")
+
+    def scale_of(path: str, found: int) -> float:
+        own = next((p.value for p in sizes if p.names(path)), rank)
+        if found != own:
+            raise ValueError(f"{path} has factors of rank {found}: expected {own!r:.20}")
+        own_alpha = next((p.value for p in alphas if p.names(path)), alpha)
+        return float(own_alpha) / (math.sqrt(found) if root else found)
+
+    return scale_of
+
+
+def _peft_path_of(places: Iterable[str]) -> PathOf:
+    """Finds paths of PEFT in the model. A model may be within another one there or here: what
+    comes before the layers' number may differ, if the rest names one layer."""
+    own, by_end = set(places), dict[str, list[str]]()
+    for path in own:
+        by_end.setdefault(_end(path), []).append(path)
+
+    def path_of(path: str) -> str | None:
+        if path in own:
+            return path
+        found = by_end.get(_end(path), ())
+        return found[0] if len(found) == 1 else None
+
+    return path_of
+
+
+def _end(path: str) -> str:
+    """The part of a path that begins with the number of a layer."""
+    found = re.search(r"\.(\d+\..+)", path)
+    return path if found is None else found[1]

@@ -1,0 +1,151 @@
+"""The layers of a model, which add the terms of the rows that they compute."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import local
+from typing import Any, NamedTuple, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.adapters.places import ROUTERS, Pair, Place, places_of
+from mlx_paged.ops.low_rank_terms import add_expert_terms, add_low_rank_terms
+from mlx_paged.runner.row_terms import current
+from mlx_paged.runner.skip_unsampled import attached_to, override
+
+
+class Group(NamedTuple):
+    """The terms of all rows whose adapters have ranks of one class.
+
+    Attributes:
+        slots: of each row in the arrays of `pairs`; -1: the row has no term here. ``[T]`` int32.
+        pairs: by path of the layer the factors of all slots, ``[S, ...]``.
+    """
+
+    slots: mx.array
+    pairs: Mapping[str, Pair]
+
+
+class LowRankTerms:
+    """The terms of one forward's rows; a :class:`RowTerms`.
+
+    Args:
+        are_sequences: the rows are sequences of equal lengths, one after another, and a layer may
+            compute one token of each at a time, as recurrent layers do.
+    """
+
+    def __init__(self, groups: Sequence[Group], are_sequences: bool = False) -> None:
+        self._groups = groups
+        self._are_sequences = are_sequences
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Of each group the slots, then the factors of its layers."""
+        found = list[mx.array]()
+        for slots, pairs in self._groups:
+            found.append(slots)
+            for pair in pairs.values():
+                found += pair
+        return found
+
+    @property
+    def form(self) -> int:
+        """A hash of the paths of all layers, in order."""
+        return hash(tuple(tuple(pairs) for _, pairs in self._groups)) >> 2
+
+    def with_arrays(self, arrays: list[mx.array]) -> Self:
+        given = iter(arrays)
+        return type(self)(
+            [
+                Group(next(given), {path: (next(given), next(given)) for path in pairs})
+                for _, pairs in self._groups
+            ],
+            self._are_sequences,
+        )
+
+    def only(self, rows: mx.array, are_sequences: bool = False) -> Self:
+        groups = [Group(mx.take(slots, rows), pairs) for slots, pairs in self._groups]
+        return type(self)(groups, are_sequences)
+
+    def added(self, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """The output `y` of a linear layer for `x`, with the terms of its rows."""
+        for slots, pairs in self._groups:
+            if path in pairs:
+                count = y.size // y.shape[-1]
+                if self._are_sequences and len(slots) != count:
+                    slots = slots.reshape(count, -1)[:, 0]
+                y = add_low_rank_terms(y, x, *pairs[path], slots)
+        return y
+
+    def added_to_experts(
+        self, path: str, x: mx.array, y: mx.array, experts: mx.array, of_rows: mx.array
+    ) -> mx.array:
+        """The same of a layer of experts. `of_rows` are the experts of each row, ``[..., k]``. The
+        layer may get the pairs of rows and experts in the order of the experts, ``[n]``."""
+        for slots, pairs in self._groups:
+            if path not in pairs:
+                continue
+            count = of_rows.shape[-1]
+            assert len(slots) * count == of_rows.size, "a layer computes other rows than the step"
+            if experts.shape == of_rows.shape:
+                own = mx.repeat(slots, count).reshape(experts.shape)
+            else:
+                own = mx.take(slots, mx.argsort(of_rows.flatten()) // count)
+            y = add_expert_terms(y, x, *pairs[path], own, experts)
+        return y
+
+
+class _OfThread(local):
+    """The experts of each row that a router of the thread computes."""
+
+    experts: mx.array | None = None
+
+
+class AdaptedLayers:
+    """Makes the layers of a model add terms. Each layer gets a subclass of its class; parameters
+    and the module tree do not change.
+
+    Attributes:
+        places: the layers, by path.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of_thread = _OfThread()
+        self.places: Mapping[str, Place] = places_of(model)
+        modules = dict(model.named_modules())
+        for path, place in self.places.items():
+            add = self._linear if place.experts is None else self._expert
+            override(modules[path], "__call__", partial(add, path))
+        for module in modules.values():
+            if isinstance(module, ROUTERS):
+                override(module, "__call__", self._route)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "AdaptedLayers":
+        """The model's own; engines on the same model share it."""
+        return attached_to(model, "adapted_layers", cls)
+
+    def _linear(self, path: str, layer: Callable[..., mx.array], x: mx.array) -> mx.array:
+        y, terms = layer(x), current()
+        return terms.added(path, x, y) if isinstance(terms, LowRankTerms) else y
+
+    def _expert(
+        self,
+        path: str,
+        layer: Callable[..., mx.array],
+        x: mx.array,
+        indices: mx.array,
+        **options: Any,
+    ) -> mx.array:
+        y, terms, of_rows = layer(x, indices, **options), current(), self._of_thread.experts
+        if not isinstance(terms, LowRankTerms):
+            return y
+        assert of_rows is not None
+        return terms.added_to_experts(path, x, y, indices, of_rows)
+
+    def _route(self, router: Callable[..., mx.array], x: mx.array, indices: mx.array) -> mx.array:
+        self._of_thread.experts = indices
+        try:
+            return router(x, indices)
+        finally:
+            self._of_thread.experts = None

@@ -1,0 +1,46 @@
+"""Low-rank terms of linear layers, of other weights for each row."""
+
+import mlx.core as mx
+
+
+def add_low_rank_terms(
+    y: mx.array, x: mx.array, a: mx.array, b: mx.array, slots: mx.array
+) -> mx.array:
+    """``y + (x @ a[s]) @ b[s]`` in the rows whose slot s is not negative; the other rows as they
+    are, bit for bit (LoRA; Hu et al. 2021, arXiv:2106.09685, section 4.1).
+
+    Args:
+        y: ``[..., O]``, T rows.
+        x: ``[..., I]``, of y's dtype, as many rows.
+        a: ``[S, I, r]``, of y's dtype.
+        b: ``[S, r, O]``, of y's dtype.
+        slots: ``[T]`` int32, below S.
+    """
+    rows = x.reshape(-1, 1, x.shape[-1])
+    assert len(rows) == len(slots), "a layer computes other rows than the step has"
+    index = mx.maximum(slots, 0).astype(mx.uint32)
+    terms = _products(_products(rows, a, index), b, index).reshape(y.shape)
+    has_term = (slots >= 0).reshape(*y.shape[:-1], 1)
+    return mx.where(has_term, y + terms.astype(y.dtype), y)
+
+
+def add_expert_terms(
+    y: mx.array, x: mx.array, a: mx.array, b: mx.array, slots: mx.array, experts: mx.array
+) -> mx.array:
+    """The same for a layer of experts: ``[..., 1, I]`` times ``a[s, e]`` and ``b[s, e]``.
+
+    Args:
+        a: ``[S, E, I, r]``.
+        b: ``[S, E, r, O]``.
+        slots: int32, of the shape of `experts`.
+        experts: the expert of each row of `y`, ``[..., k]`` below E.
+    """
+    index = (mx.maximum(slots, 0) * a.shape[1] + experts).astype(mx.uint32)
+    terms = _products(_products(x, a.flatten(0, 1), index), b.flatten(0, 1), index)
+    return mx.where((slots >= 0)[..., None, None], y + terms.astype(y.dtype), y)
+
+
+def _products(x: mx.array, weights: mx.array, index: mx.array) -> mx.array:
+    if mx.default_device() == mx.cpu:  # where MLX gathers matrices of float32 only
+        x, weights = x.astype(mx.float32), weights.astype(mx.float32)
+    return mx.gather_mm(x, weights, rhs_indices=index)
