@@ -12,8 +12,9 @@ COMMANDS = {
     "doctor": "checks of this installation and its device",
     "bench": "throughput, latency and memory, beside mlx-lm",
     "kv_disk": "lists, verifies and trims a directory of --kv-disk",
+    "head": "extracts the MTP head of a checkpoint, which guesses tokens",
 }
-MODULES = {"chat": "mlx_paged.terminal"}
+MODULES = {"chat": "mlx_paged.terminal", "head": "mlx_paged.heads"}
 """Of commands whose module has another name."""
 
 BENCHES = (

@@ -7,9 +7,7 @@ from typing import Any
 from mlx_lm.utils import _get_classes
 
 from mlx_paged.model_folders import has_tokenizer
-
-MAX_HEADER = 1 << 27
-"""Bytes of the header of a file of weights."""
+from mlx_paged.tensor_files import header
 
 
 def problem(directory: Path, trusts: bool, sees: bool) -> str | None:
@@ -34,7 +32,7 @@ def problem(directory: Path, trusts: bool, sees: bool) -> str | None:
             if missing:
                 return f"{missing[0]} is missing, which {index.name} names"
         for file in weights:
-            _check_weights(file)
+            header(file)
         if not has_tokenizer(directory):
             return "it has no tokenizer"
     except Exception as error:  # a file can have anything
@@ -64,17 +62,3 @@ def _check_architecture(config: dict[str, Any], trusts: bool) -> None:
             "config.json names a model_file, code that runs with --trust-remote-code for models of"
             " --model, --models-dir and --allow-models only"
         )
-
-
-def _check_weights(file: Path) -> None:
-    """Raise ValueError if a file has not the size that its header says: a download was cut off."""
-    size = file.stat().st_size
-    with file.open("rb") as reader:
-        length = int.from_bytes(reader.read(8), "little")
-        if length > min(size, MAX_HEADER):
-            raise ValueError(f"{file.name} is no file of safetensors")
-        header = json.loads(reader.read(length))
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise ValueError(f"{file.name} has {size} bytes: expected {expected}")

@@ -39,7 +39,7 @@ MADE_BY_PATCHES = {"mx.fast.paged_attention"}
 COMMANDS = {
     *(
         f"mlx_paged.{name}"
-        for name in ("generate", "server", "doctor", "run", "kv_disk", "terminal")
+        for name in ("generate", "server", "doctor", "run", "kv_disk", "heads", "terminal")
     ),
     *("bench.admission", "bench.host_cost", "bench.memory", "bench.paged_attention"),
     *("bench.agent_trace", "bench.retention"),

@@ -25,7 +25,7 @@ REQUESTS = {
 COMMAND = {"cli", "launched", "loading", "model_folders", "starting"}
 MAY_IMPORT = {
     "server": {
-        *("protocol", "formats", "engine", "vision", "runner", "metrics", "kv"),
+        *("protocol", "formats", "engine", "vision", "runner", "metrics", "kv", "tensor_files"),
         *COMMAND,
         *REQUESTS,
     },
@@ -74,8 +74,9 @@ MAY_IMPORT = {
     "starting": {"command_buffers"},
     "command_buffers": set[str](),
     "system_memory": set[str](),
+    "tensor_files": set[str](),
     "__main__": {"cli", "command_buffers", "starting"},
-    "heads": {"arguments"},
+    "heads": {"arguments", "cli", "starting", "tensor_files"},
     "runner": {
         *("launched", "sampling", "metrics", "scheduler", "attention", "kv", "ops"),
         "command_buffers",
@@ -113,6 +114,7 @@ NO_MLX = [
         "command_buffers",
         "starting",
         "system_memory",
+        "tensor_files",
     ),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
@@ -127,6 +129,7 @@ NO_MLX = [
         "runner.plan",
     ),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
+    "heads.mtp_layouts",
     *("engine.detokenizer", "engine.spelling", "engine.token_ids"),
     *("engine.waiting_calls", "sampling.grammar"),
     *(

@@ -13,7 +13,7 @@ from tests.support import TIMEOUT
 from tests.support.documents import ROOT
 
 SLOW = {"mlx", "mlx_lm", "numpy", "transformers"}
-COMMANDS = ("generate", "server", "run", "doctor", "kv_disk", "terminal")
+COMMANDS = ("generate", "server", "run", "doctor", "kv_disk", "heads", "terminal")
 HELP = [
     *(["-m", "mlx_paged", *arguments] for arguments in ([], ["--version"], ["bench", "--help"])),
     *(["-m", f"mlx_paged.{name}", "--help"] for name in COMMANDS),
@@ -92,6 +92,10 @@ MISTAKES = {
     ],
     "kv_disk": [
         ("list README.md", "unrecognized arguments: README.md; usage: python -m mlx_paged.kv_disk"),
+    ],
+    "heads": [
+        ("extrct x y", "(did you mean extract?)"),
+        ("extract nowhere y.safetensors", "nowhere: no such directory"),
     ],
 }
 
