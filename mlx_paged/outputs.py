@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from mlx_paged.kv.pins import Pinned
 from mlx_paged.request import FinishReason, PromptLogprob, Request
 
 
@@ -63,6 +64,8 @@ class Completion:
         drafts: guessed tokens that were computed; `accepted_drafts` of these were right.
         prefix_miss: why no more prompt tokens were found in the prefix cache, a
             :class:`MissReason`; None if all reusable tokens were found.
+        pinned: how many leading tokens stay in the prefix cache as `retain` asks, and why no more;
+            None if it does not ask.
         error: the error message, for FinishReason.ERROR.
         beams: all hypotheses of a beam search, best first; tokens, text and logprobs are those of
             the first.
@@ -92,6 +95,7 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     adapter: str | None = None
     adapter_version: str | None = None
+    pinned: Pinned | None = None
 
     @classmethod
     def of(cls, request: Request, text: str) -> "Completion":
@@ -113,6 +117,7 @@ class Completion:
             preemptions=request.num_preempted,
             top_logprobs=tuple(request.top_logprobs),
             prefix_miss=request.prefix_miss,
+            pinned=request.pinned,
             drafts=request.num_drafted,
             accepted_drafts=request.num_accepted,
             prompt_logprobs=tuple(request.prompt_logprobs or ()),

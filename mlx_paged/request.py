@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol, Self
 
+from mlx_paged.kv.pins import Pinned
 from mlx_paged.prompt import Prompt
 from mlx_paged.sampling_params import SamplingParams
 
@@ -91,6 +92,7 @@ class Request:
     prompt_logprobs: list[PromptLogprob | None] | None = None
     known_keys: list[int] = field(default_factory=list)  # `keys` as of the last call, if `prompt`
     grammar: Grammar | None = None  # that its generated tokens follow
+    pinned: Pinned | None = None  # what came of the wish to keep its K/V, if it has ended
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
     arrival_time: float = field(default_factory=time.perf_counter)

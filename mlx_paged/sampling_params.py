@@ -9,11 +9,15 @@ from typing import Any, TypeVar
 from mlx_paged.arguments import is_count, is_real, is_whole, require, suggesting_fields
 
 T = TypeVar("T")
+
+WEEK = 7 * 24 * 60 * 60
+"""Seconds that K/V may be retained at most."""
+
 _Range = tuple[Callable[[Any], bool], str]
 """Whether a value of a field is valid, and the valid values in words."""
 
 
-def _is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+def is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
     """Whether `value` is a finite number of ``[low, high]``."""
     if not is_real(value):
         return False
@@ -28,7 +32,7 @@ def _is_bias(pair: object) -> bool:
     if not isinstance(pair, tuple) or len(pair) != 2:
         return False
     token, bias = pair
-    return is_count(token) and (_is_within(bias) or bias == -math.inf)
+    return is_count(token) and (is_within(bias) or bias == -math.inf)
 
 
 def _field(default: T, is_valid: Callable[[Any], bool], expected: str) -> T:
@@ -38,9 +42,9 @@ def _field(default: T, is_valid: Callable[[Any], bool], expected: str) -> T:
 
 _COUNT: _Range = (is_count, "an integer >= 0")
 _COUNT_OR_NONE: _Range = (lambda x: x is None or is_count(x), "None or an integer >= 0")
-_PROBABILITY: _Range = (lambda x: _is_within(x, 0, 1), "from 0 to 1")
-_DIVISOR: _Range = (lambda x: x is None or _is_within(x, 0), "None, or >= 0 and finite")
-_PENALTY: _Range = (lambda x: x is None or _is_within(x), "None or a finite number")
+_PROBABILITY: _Range = (lambda x: is_within(x, 0, 1), "from 0 to 1")
+_DIVISOR: _Range = (lambda x: x is None or is_within(x, 0), "None, or >= 0 and finite")
+_PENALTY: _Range = (lambda x: x is None or is_within(x), "None or a finite number")
 _SEED: _Range = (lambda x: x is None or (is_count(x) and x < 2**64), "an integer in [0, 2**64)")
 _TEXT: _Range = (lambda x: x is None or (isinstance(x, str) and bool(x)), "None or a text")
 _TEXTS: _Range = (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings")
@@ -49,6 +53,10 @@ _TOKEN_IDS: _Range = (lambda ids: all(map(is_whole, ids)), "token ids >= 0")
 _SCHEMA: _Range = (_TEXT[0], "None, a mapping or JSON text")
 _CALLABLE: _Range = (lambda x: x is None or callable(x), "a callable")
 _CALLABLES: _Range = (lambda x: all(map(callable, x)), "callables")
+_RETAIN: _Range = (
+    lambda x: x in (None, "pin", "drop") if isinstance(x, str | None) else is_within(x, 0, WEEK),
+    f'None, "pin", "drop" or seconds from 0 to {WEEK}',
+)
 _SWITCH: _Range = (lambda x: isinstance(x, bool), "True or False")
 _CHOICE: _Range = (lambda x: isinstance(x, bool | None), "True, False or None")
 
@@ -117,18 +125,21 @@ class SamplingParams:
         grammar: the text follows this grammar, in llguidance's form of Lark.
         adapter: name of an adapter of the engine, whose terms the model's layers add for this
             request (docs/adapters.md); None: none.
+        retain: what becomes of the K/V of prompt and answer when the request has ended. A number of
+            seconds, at most a week, or "pin": other cached K/V is evicted first, within the share
+            of the pool that an owner may pin. "drop": it is forgotten, unless others use it.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the range.
     """
 
     max_tokens: int = _field(256, lambda x: is_count(x, 1), "an integer >= 1")
-    temperature: float = _field(0.0, lambda x: _is_within(x, 0), ">= 0 and finite")
+    temperature: float = _field(0.0, lambda x: is_within(x, 0), ">= 0 and finite")
     top_p: float = _field(1.0, *_PROBABILITY)
     top_k: int = _field(0, *_COUNT)
     min_p: float = _field(0.0, *_PROBABILITY)
     xtc_probability: float = _field(0.0, *_PROBABILITY)
-    xtc_threshold: float = _field(0.1, lambda x: _is_within(x, 0, 0.5), "from 0 to 0.5")
+    xtc_threshold: float = _field(0.1, lambda x: is_within(x, 0, 0.5), "from 0 to 0.5")
     xtc_special_tokens: frozenset[int] = _field(frozenset(), *_TOKEN_IDS)
     repetition_penalty: float | None = _field(None, *_DIVISOR)
     repetition_context_size: int = _field(20, *_COUNT)
@@ -152,6 +163,7 @@ class SamplingParams:
     regex: str | None = _field(None, *_TEXT)
     grammar: str | None = _field(None, *_TEXT)
     adapter: str | None = _field(None, *_TEXT)
+    retain: float | str | None = _field(None, *_RETAIN)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

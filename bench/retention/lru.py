@@ -11,6 +11,7 @@ class LeastRecentlyUsed:
 
     def __init__(self, num_blocks: int) -> None:
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
+        self.num_pinned = 0
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -39,6 +40,15 @@ class LeastRecentlyUsed:
     def give_up(self, known: CachedBlock) -> None:
         if known.block in self._idle:
             self._idle.move_to_end(known.block, last=False)
+
+    def pin(self, known: CachedBlock, until: float) -> str | None:
+        return "lru"
+
+    def expire(self, now: float) -> None:
+        pass
+
+    def forgotten(self, known: CachedBlock) -> None:
+        pass
 
     def evicted(self, known: CachedBlock) -> None:
         pass

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
 from mlx_paged.engine.beams import BeamGroup, BeamSearch
+from mlx_paged.engine.cache_control import CacheControl
 from mlx_paged.engine.one_thread import Occupancy, exclusive, exclusive_as
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
 from mlx_paged.engine.request_maker import (
@@ -44,7 +45,7 @@ from mlx_paged.scheduler.step import (
 )
 
 
-class EngineCore:
+class EngineCore(CacheControl):
     """The engine without a model: queues requests, runs steps through a runner, returns tokens.
 
     One thread uses it at a time; meanwhile every other thread gets a RuntimeError. A failure ends
@@ -312,12 +313,6 @@ class EngineCore:
         if request is not None:
             self.scheduler.release(request)
             self._release_states()
-
-    @exclusive
-    def reset_prefix_cache(self) -> None:
-        """Forget the K/V of ended requests, and leave `kv_disk`: the weights may be others now."""
-        self.scheduler.forget_cached()
-        self._release_states()
 
     @exclusive
     def step(self) -> list[TokenOutput]:

@@ -19,6 +19,7 @@ from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.kv.prefix_cache import ROOT, PrefixCache, chain_hash, root_hash
 from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
 from mlx_paged.kv.prefix_match import NeededBlock, PrefixMatch
+from mlx_paged.kv.retention import Retention
 from mlx_paged.kv.state_kind import EMPTY, Keep, Move, ReadAndLeft, State, StateKind, Text
 
 
@@ -105,6 +106,7 @@ class BlockAllocator:
         prefixes: which blocks hold which texts.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
         states: the kind of the model's states.
+        retention: keeps and forgets texts as callers say.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class BlockAllocator:
         self.states: StateKind = states or NoStates()
         ends = self.states.prefix_ends(self.store.prefixes)
         self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables, ends)
+        self.retention = Retention(self.store, self.prefixes)
         self._sequences: dict[int, SequenceBlocks] = {}
 
     def blocks_needed(self, num_tokens: int) -> int:

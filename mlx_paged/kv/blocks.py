@@ -79,7 +79,8 @@ class BlockStore:
         self.idle = make_order(num_blocks)
         # What is known of the entries' content, for each group.
         self.prefixes = [
-            PrefixCache(num_blocks, block_size, self.idle, group.keeps_all) for group in groups
+            PrefixCache(num_blocks, block_size, self.idle, group.keeps_all, group.width)
+            for group in groups
         ]
         self.cow_clones = 0  # entries copied so far
         self.evictions = 0  # idle entries handed out for other content so far
@@ -251,6 +252,18 @@ class BlockStore:
         """Forget all known content that no sequence holds."""
         for entry in list(self.idle):
             self.free += self._drop(entry)
+
+    def forget_idle(self, entry: int) -> None:
+        """Forget the content of an idle entry; its blocks are free."""
+        prefixes = self.prefixes[self._group_of[entry]]
+        self._set_busy(entry)
+        prefixes.forget(entry)
+        self.free += self.blocks_of(entry)[::-1]
+
+    def is_followed(self, entry: int) -> bool:
+        """Whether known content goes on after that of an entry and needs it."""
+        prefixes = self.prefixes[self._group_of[entry]]
+        return prefixes.is_followed(prefixes.by_block[entry])
 
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references; free and idle blocks count under 0."""

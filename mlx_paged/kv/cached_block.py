@@ -18,6 +18,10 @@ class CachedBlock:
         used_followers: how many of these are used.
         rank: in what order it is evicted among blocks that were used.
         stamp: number of the time since which it is idle; 0: it is held, or its content is new.
+        is_last: whether it is idle and no known block goes on after it.
+        width: how many blocks of the pool it takes.
+        root: the parent hash of the text's first block, which differs from salt to salt.
+        pinned_until: when its pin ends, in seconds of the scheduler's clock; 0: it has none.
     """
 
     block: int
@@ -28,5 +32,9 @@ class CachedBlock:
     is_used: bool = False
     followers: int = 0
     used_followers: int = 0
-    rank: int = 0
+    rank: float = 0
     stamp: int = 0
+    is_last: bool = False
+    width: int = 1
+    root: bytes = b""
+    pinned_until: float = 0.0

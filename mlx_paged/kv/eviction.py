@@ -2,10 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from mlx_paged.kv.cached_block import FIRST, CachedBlock
+from mlx_paged.kv.pins import Pins
 
 MOST_USES = 8
 """A block counts at most so many uses, so that a conversation that has ended is given up."""
@@ -18,6 +20,9 @@ MOST_KEPT = 7 / 8
 """The part of the pool that idle blocks which were used again may take before they are evicted like
 the others: new conversations get the rest."""
 
+MAX_PINNED = 0.25
+"""The part of the pool that one owner may pin, unless an option says otherwise."""
+
 GHOSTS_PER_BLOCK = 4
 GHOST_SAMPLE = 4
 """Of evicted blocks one in `GHOST_SAMPLE` is remembered, `GHOSTS_PER_BLOCK` for each block of the
@@ -27,6 +32,10 @@ pool: together as many as 16 pools held."""
 class EvictionOrder(Protocol):
     """The known blocks that no sequence holds, in the order in which they are evicted."""
 
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are pinned, idle or not."""
+
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[int]: ...
     def __contains__(self, block: object) -> bool: ...
@@ -35,7 +44,8 @@ class EvictionOrder(Protocol):
         """The content of a block is known from here on; `before` is the block that it follows."""
 
     def used(self, known: CachedBlock, before: CachedBlock | None) -> None:
-        """A text was found to begin with a block, which is held."""
+        """A text was found to begin with a block, which is held. `before` is needed where the block
+        is not used yet."""
 
     def add(self, known: CachedBlock, is_followed: bool) -> None:
         """Nothing holds the block. `is_followed`: known blocks go on after it."""
@@ -49,6 +59,15 @@ class EvictionOrder(Protocol):
     def give_up(self, known: CachedBlock) -> None:
         """The content of a block is of no use any more: the block is the first to go."""
 
+    def pin(self, known: CachedBlock, until: float) -> str | None:
+        """Evict all others before the block until that time; returns why not, or None."""
+
+    def expire(self, now: float) -> None:
+        """Pins that end by `now` have ended."""
+
+    def forgotten(self, known: CachedBlock) -> None:
+        """The content of a block is not known any more."""
+
     def evicted(self, known: CachedBlock) -> None:
         """The content of a full block was given up for other content."""
 
@@ -60,6 +79,10 @@ class EvictionOrder(Protocol):
 
     def check_integrity(self) -> None:
         """Assert that all books agree."""
+
+
+Entry = tuple[float, int, CachedBlock]
+"""Rank, stamp and block."""
 
 
 class WorthOrder:
@@ -75,23 +98,32 @@ class WorthOrder:
       with frequencies; Cherkasova, HP Labs technical report 1998). So a conversation that has ended
       goes at last, however often it was used.
     - A block goes after all known blocks that go on after it, unless one of them is held.
+    - Pinned blocks go after all others, first those whose pin ends first. What a request needs, it
+      gets: pins make no request wait.
     - Content that returns after it was evicted counts as used (2Q; Johnson and Shasha 1994,
       VLDB).
 
-    No clock enters. Each method takes O(log n) for n idle blocks, amortised.
+    No clock is read: the scheduler says when pins have ended. Each method takes O(log n) for n idle
+    blocks, amortised.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, max_pinned: float = MAX_PINNED) -> None:
+        self.pins = Pins(num_blocks, max_pinned)
         self._idle: dict[int, CachedBlock] = {}  # by number, the one unused longest first
         # The ranks, stamps and blocks that no known block follows. An entry counts if the block
         # still has its stamp.
-        self._written: list[tuple[int, int, CachedBlock]] = []
-        self._used: list[tuple[int, int, CachedBlock]] = []
+        self._written: list[Entry] = []
+        self._used: list[Entry] = []
+        self._pinned: list[Entry] = []
         self._num_used = 0  # idle blocks that count as used
         self._floor = 0  # rank of the used block that was evicted last
         self._num_stamps = 0
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # hashes of evicted blocks
         self._set_size(num_blocks)
+
+    @property
+    def num_pinned(self) -> int:
+        return self.pins.num_blocks
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -111,6 +143,7 @@ class WorthOrder:
         before.followers += 1
         if before.stamp:
             before.stamp = self._new_stamp()  # its entry does not count any more
+            before.is_last = False
         if before.uses > known.uses and before.followers <= FOLLOWERS * (1 + before.used_followers):
             known.uses = before.uses
 
@@ -123,39 +156,61 @@ class WorthOrder:
             known.uses = max(known.uses, 0) + 1
 
     def add(self, known: CachedBlock, is_followed: bool) -> None:
-        self._num_stamps += 1
-        known.stamp = self._num_stamps
+        known.stamp = self._new_stamp()
         self._idle[known.block] = known
-        if known.uses > 0:
-            self._num_used += 1
-            known.rank = self._floor + known.uses
+        self._num_used += self._is_used(known)
+        if known.pinned_until:
+            known.rank = known.pinned_until
         else:
-            known.rank = known.uses
+            known.rank = known.uses + (self._floor if known.uses > 0 else 0)
         if not is_followed:
             self.last_of_its_text(known)
 
     def remove(self, block: int) -> None:
         known = self._idle.pop(block)
-        known.stamp = 0
-        if known.uses > 0:
-            self._num_used -= 1
+        known.stamp, known.is_last = 0, False
+        self._num_used -= self._is_used(known)
 
     def last_of_its_text(self, known: CachedBlock) -> None:
         if not known.stamp:
             return
-        heap = self._used if known.uses > 0 else self._written
+        known.is_last = True
+        heap = self._written if known.uses <= 0 else self._used
+        if known.pinned_until:
+            heap = self._pinned
         heappush(heap, (known.rank, known.stamp, known))
         if len(heap) > 2 * len(self._idle) + 64:
-            heap[:] = [entry for entry in heap if entry[2].stamp == entry[1]]
+            heap[:] = filter(self._counts, heap)
             heapify(heap)
 
     def give_up(self, known: CachedBlock) -> None:
-        is_idle = known.stamp > 0
+        with self._changing(known):
+            known.uses = FIRST
+            self.pins.remove(known)
+
+    def pin(self, known: CachedBlock, until: float) -> str | None:
+        if (reason := self.pins.refuses(known)) is None:
+            with self._changing(known):
+                self.pins.add(known, until)
+        return reason
+
+    def expire(self, now: float) -> None:
+        for known in self.pins.expired(now):
+            with self._changing(known):
+                self.pins.remove(known)
+
+    @contextmanager
+    def _changing(self, known: CachedBlock) -> Iterator[None]:
+        """Within this context the block has no place in the order."""
+        is_idle, is_last = known.stamp > 0, known.is_last
         if is_idle:
             self.remove(known.block)
-        known.uses = FIRST
+        yield
         if is_idle:
-            self.add(known, is_followed=False)
+            self.add(known, is_followed=not is_last)
+
+    def forgotten(self, known: CachedBlock) -> None:
+        self.pins.remove(known)
 
     def evicted(self, known: CachedBlock) -> None:
         if known.hash[0] % GHOST_SAMPLE == 0:
@@ -164,16 +219,17 @@ class WorthOrder:
                 self._ghosts.popitem(last=False)
 
     def next(self) -> int:
-        heaps = [self._written, self._used]
+        heaps = [self._written, self._used, self._pinned]
         if self._num_used > self._most_used:
-            heaps.reverse()
+            heaps[:2] = self._used, self._written
         for heap in heaps:
-            while heap and heap[0][2].stamp != heap[0][1]:
+            while heap and not self._counts(heap[0]):
                 heappop(heap)
             if heap:
+                rank, _, known = heap[0]
                 if heap is self._used:
-                    self._floor = max(self._floor, heap[0][0])
-                return heap[0][2].block
+                    self._floor = max(self._floor, int(rank))
+                return known.block
         return next(iter(self._idle))  # all others are followed by blocks that sequences hold
 
     def renumber(self, num_blocks: int) -> None:
@@ -181,19 +237,28 @@ class WorthOrder:
         self._set_size(num_blocks)
 
     def check_integrity(self) -> None:
-        assert self._num_used == sum(known.uses > 0 for known in self._idle.values())
+        assert self._num_used == sum(map(self._is_used, self._idle.values()))
         assert all(block == known.block and known.stamp for block, known in self._idle.items())
-        listed = {entry[2].block for entry in [*self._written, *self._used] if self._counts(entry)}
+        listed = {
+            entry[2].block
+            for entry in [*self._written, *self._used, *self._pinned]
+            if self._counts(entry)
+        }
         assert listed <= self._idle.keys(), "a held block may be evicted"
 
     def _set_size(self, num_blocks: int) -> None:
         self._most_used = int(MOST_KEPT * num_blocks)
         self._most_ghosts = GHOSTS_PER_BLOCK * num_blocks
+        self.pins.set_size(num_blocks)
 
     def _new_stamp(self) -> int:
         self._num_stamps += 1
         return self._num_stamps
 
     @staticmethod
-    def _counts(entry: tuple[int, int, CachedBlock]) -> bool:
+    def _is_used(known: CachedBlock) -> bool:
+        return known.uses > 0 and not known.pinned_until
+
+    @staticmethod
+    def _counts(entry: Entry) -> bool:
         return entry[2].stamp == entry[1]

@@ -131,7 +131,7 @@ class GroupPrefixes:
                 known = cache.find(key, parent, content)
                 if known is None:
                     if asks and key + suffix in elsewhere:
-                        known = CachedBlock(ABSENT, key, parent, content)
+                        known = CachedBlock(ABSENT, key, parent, content, root=root)
                     elif is_needed:
                         is_complete = False
                 blocks.append(known)
@@ -174,7 +174,7 @@ class GroupPrefixes:
             for group, first in enumerate(sequence.first_entries):
                 if i >= first:
                     block = int(tables[group][i])
-                    self._store.prefixes[group].register(block, parent, content, key)
+                    self._store.prefixes[group].register(block, parent, content, key, sequence.root)
                     if self.fresh is not None:
                         self.fresh.append((group, block, key))
             sequence.hashes.append(key)
@@ -191,7 +191,7 @@ class GroupPrefixes:
         content = token_bytes(tokens, num_computed - num_filled, num_computed)
         for group, prefixes in enumerate(self._store.prefixes):
             block = int(self._tables.row(sequence.row, group)[last])
-            prefixes.register(block, sequence.prefix_hash(last), content)
+            prefixes.register(block, sequence.prefix_hash(last), content, root=sequence.root)
         sequence.private_stop = 0
 
     def renumber(self, numbers: Mapping[int, int]) -> None:

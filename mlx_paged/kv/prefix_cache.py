@@ -94,7 +94,12 @@ class PrefixCache:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, order: EvictionOrder, is_chain: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        order: EvictionOrder,
+        is_chain: bool = True,
+        width: int = 1,  # blocks of the pool that one of its blocks takes
     ) -> None:
         self.block_size = block_size
         self.min_run = smallest_run(block_size)
@@ -102,7 +107,7 @@ class PrefixCache:
         self._by_hash: dict[bytes, CachedBlock] = {}
         self.by_block: dict[int, CachedBlock] = {}  # what is known, by block
         self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
-        self._order, self._is_chain = order, is_chain
+        self._order, self._is_chain, self._width = order, is_chain, width
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks
         self.dependents: Dependents = NoDependents()
 
@@ -118,9 +123,17 @@ class PrefixCache:
             self.forget(block)
         self._evicted.clear()
 
-    def register(self, block: int, parent: bytes, tokens: bytes, key: bytes | None = None) -> None:
+    def register(
+        self,
+        block: int,
+        parent: bytes,
+        tokens: bytes,
+        key: bytes | None = None,
+        root: bytes = ROOT,
+    ) -> None:
         """Add a block, or a text's last one, which is not full, unless it is too short or a known
-        block begins with it. Of blocks with equal content the first stays. `key` is the hash."""
+        block begins with it. Of blocks with equal content the first stays. `key` is the
+        hash, `root` the parent hash of the text's first block."""
         key = chain_hash(parent, tokens) if key is None else key
         if key in self._by_hash or block in self.by_block:
             return
@@ -128,7 +141,7 @@ class PrefixCache:
             is_known = any(cached.tokens.startswith(tokens) for cached in self._siblings(parent))
             if len(tokens) < self.min_run * TOKEN_BYTES or is_known:
                 return
-        self._add(CachedBlock(block, key, parent, tokens))
+        self._add(CachedBlock(block, key, parent, tokens, width=self._width, root=root))
         self._evicted.pop(key, None)
 
     def find(self, key: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:
@@ -158,6 +171,7 @@ class PrefixCache:
         if cached is None:
             return
         self.dependents.forget(block)
+        self._order.forgotten(cached)
         del self._by_hash[cached.hash]
         siblings = self._by_parent[cached.parent]
         del siblings[block]
@@ -172,7 +186,8 @@ class PrefixCache:
 
     def used(self, cached: CachedBlock) -> None:
         """A text was found to begin with the block."""
-        self._order.used(cached, self._by_hash.get(cached.parent))
+        before = None if cached.is_used else self._by_hash.get(cached.parent)
+        self._order.used(cached, before)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Block i is block ``numbers[i]`` from here on."""

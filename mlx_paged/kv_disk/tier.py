@@ -263,7 +263,8 @@ class KVDiskTier:
                         break
                     (entry,) = store.take(1, group)
                     taken.append(entry)
-                    store.prefixes[group].register(entry, known.parent, known.tokens, known.hash)
+                    content = known.parent, known.tokens, known.hash, known.root
+                    store.prefixes[group].register(entry, *content)
                     store.hold_source(entry)
                     adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
                     num_bytes += self._entry_bytes[group]

@@ -1,5 +1,6 @@
 """Who waits, runs and is parked, and the blocks that they hold. Knows no mlx."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -226,3 +227,15 @@ class Places:
             if is_continued and length == request.num_computed:
                 self.allocator.keep_end(request.id, request.keys)
         self.allocator.free(request.id)
+        if request.params.retain is not None:
+            self._retain(request, length)
+
+    def _retain(self, request: Request, num_known: int) -> None:
+        """Keep or forget the K/V of a request that has ended, as the request says."""
+        wish, retention = request.params.retain, self.allocator.retention
+        tokens = request.keys[:num_known]
+        if wish == "drop":
+            retention.drop(tokens, request.salt)
+            return
+        until = math.inf if isinstance(wish, str) else self.clock() + float(wish or 0)
+        request.pinned = retention.pin(tokens, request.salt, until)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer, OutOfBlocksError
+from mlx_paged.kv.pins import Pinned
 from mlx_paged.kv.prefix_match import MissReason, PrefixMatch
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
@@ -140,6 +141,7 @@ class Scheduler(Places):
         """Choose this step's tokens and make their slots writable. While another step is under way,
         a step with a chunk is held back."""
         planning = Planning()
+        self.allocator.retention.expire(self.clock)
         for request in self.tier.arrived(waits=not (self.running or self.waiting)):
             self.waiting.push(request)
         if self._isolated:
@@ -268,6 +270,17 @@ class Scheduler(Places):
         """Forget the K/V of ended requests, and close the tier."""
         self.leave_tier()
         self.allocator.store.drop_idle()
+
+    def pin(self, keys: Sequence[int], salt: bytes, until: float) -> Pinned:
+        """Keep the known K/V of a text until then, by the scheduler's clock."""
+        return self.allocator.retention.pin(keys, salt, until)
+
+    def forget(self, keys: Sequence[int] | None, salt: bytes) -> int:
+        """Forget the K/V of a text, or all of a salt; returns how many tokens."""
+        retention = self.allocator.retention
+        if keys is not None:
+            return retention.forget(keys, salt)
+        return retention.forget_all(salt) * self.allocator.block_size
 
     def forget_kept(self) -> bool:
         """Forget what is kept for later prompts beside K/V; returns whether there was anything."""

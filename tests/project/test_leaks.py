@@ -70,6 +70,7 @@ WRITERS = {
     "num_prompt": 0,
     "num_tokens": 2,
     "params": 1,
+    "pinned": 1,
     "prefix_miss": 1,
     "priority": 0,
     "private_start": 2,

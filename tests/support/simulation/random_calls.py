@@ -141,6 +141,7 @@ class RandomCalls:
         self.constraints = constraints
         self.images = images
         self.kinds = ("request",) * 3 + ("fork",) * 2 * forks + ("samples",) + ("beams",) * beams
+        self._of_caches = random.Random(str(setting))  # leaves the other draws as they are
         self.histories: list[tuple[str, list[int]]] = []
 
     def prompt(self) -> tuple[list[int], str]:
@@ -185,6 +186,7 @@ class RandomCalls:
     def params(self, num_prompt: int) -> SamplingParams:
         """Greedy or not, with or without a seed, and maybe with a processor that fails."""
         rng, setting = self.rng, self.setting
+        retain = self._of_caches.choice((None, None, 0, 1e-3, 5, "pin", "drop"))
         failing = FailingProcessor(num_prompt + rng.randint(0, setting.most_tokens))
         params = SamplingParams(
             max_tokens=rng.randint(1, setting.most_tokens),
@@ -192,6 +194,7 @@ class RandomCalls:
             seed=rng.randrange(2**64) if rng.random() < 0.5 else None,
             stop_token_ids=self._stop_token_ids(),
             logprobs=rng.choice((0, 0, 2, 9)),
+            retain=retain,
             logits_processors=(failing,) if rng.random() < setting.bad_rate else (),
         )
         if not self.constraints:
@@ -200,6 +203,19 @@ class RandomCalls:
             return replace(params, ignore_eos=True)
         constraint: Mapping[str, Any] = rng.choice(self.constraints)
         return replace(params, logits_processors=(), **constraint)
+
+    def control(self, engine: Any) -> str:
+        """Pin or forget a text of before, at times; says which."""
+        rng = self._of_caches
+        if not self.histories or rng.random() < 0.7:
+            return ""
+        salt, keys = rng.choice(self.histories)
+        tokens = [key for key in keys if key < FIRST_KEY]
+        if tokens and rng.random() < 0.6:
+            engine.pin(tokens, seconds=rng.choice((None, 0, 1e-3, 60)), cache_salt=salt)
+            return "pins"
+        engine.forget(rng.choice((tokens or None, None)), cache_salt=salt)
+        return "forgets"
 
     def beams(self) -> tuple[SamplingParams, BeamOptions]:
         rng = self.rng

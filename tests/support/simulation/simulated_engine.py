@@ -112,6 +112,7 @@ class Simulation:
             while self.rng.random() < 0.4:
                 self._call()
             self._step()
+            self.counts[self.calls.control(self.engine) or "not controlled"] += 1
             self._steps_left -= 1
             assert self._steps_left, "no end in sight"
 
