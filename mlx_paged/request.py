@@ -21,6 +21,10 @@ class FinishReason(StrEnum):
     ERROR = "error"  # its logits processor failed or forbade all tokens, or the model failed
 
 
+class PoolShrunkError(ValueError):
+    """The pool is too small for a request while memory is short; its configured size would do."""
+
+
 class PromptLogprob(NamedTuple):
     """What the model says of a prompt token, given the tokens before it."""
 

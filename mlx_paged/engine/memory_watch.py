@@ -49,7 +49,7 @@ def watch_memory(
     pipeline.pause = found = watch(
         system,
         [forget_kept, models.pooled.runner.forget_kept],
-        scheduler.budget,
+        scheduler,
         size,
         save,
         _Wired(models.limits),

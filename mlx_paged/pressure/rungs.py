@@ -34,16 +34,14 @@ class Size(Protocol):
         """Let the pool have about so many blocks; returns whether its size has changed."""
 
 
-class Chunk(Protocol):
-    """How many prompt tokens a step computes at most.
+class Chunks(Protocol):
+    """How many prompt tokens a step computes at most."""
 
-    Attributes:
-        prefill_chunk: while memory is not short.
-        share: the part of it that counts at present, a power of two.
-    """
+    def shorten_chunks(self, least: int) -> bool:
+        """Halve them, if `least` or more are left; returns whether they are fewer now."""
 
-    share: float
-    prefill_chunk: int
+    def lengthen_chunks(self) -> None:
+        """Take one halving back, if there is one."""
 
 
 class Kept:
@@ -69,18 +67,14 @@ class SmallerChunk:
     name = "a smaller chunk"
     is_late, repeats = True, False
 
-    def __init__(self, chunk: Chunk) -> None:
-        self._chunk = chunk
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
 
     def act(self, level: Level) -> bool:
-        smaller = self._chunk.share / 2
-        if self._chunk.prefill_chunk * smaller < LEAST_CHUNK:
-            return False
-        self._chunk.share = smaller
-        return True
+        return self._chunks.shorten_chunks(LEAST_CHUNK)
 
     def undo(self) -> None:
-        self._chunk.share = min(1.0, 2 * self._chunk.share)
+        self._chunks.lengthen_chunks()
 
 
 class SmallerPool:
@@ -123,7 +117,7 @@ class _Grown:
 def watch(
     system: System,
     forget: Sequence[Callable[[], bool]],
-    chunk: Chunk,
+    chunks: Chunks,
     size: Size | None,
     save: Callable[[], bool],
     wired: Wired,
@@ -143,7 +137,7 @@ def watch(
         mx.clear_cache()
         system.trim()
 
-    smaller, pool = SmallerChunk(chunk), None if size is None else SmallerPool(size, save)
+    smaller, pool = SmallerChunk(chunks), None if size is None else SmallerPool(size, save)
     rungs: list[Rung] = [Kept(forget), smaller, *([] if pool is None else [pool])]
     given = {name: options.pop(name) for name in ("least",) if name in options}
     ladder = Ladder(flush, rungs, system, **given)

@@ -28,6 +28,7 @@ from mlx_paged.protocol.fields import (
 )
 from mlx_paged.protocol.images import image_part, joined, of_result
 from mlx_paged.protocol.json_text import check_fields
+from mlx_paged.request import PoolShrunkError
 from mlx_paged.sampling_params import CompilerBusy
 from mlx_paged.vision.images import has_image, is_image, parts_of
 
@@ -36,9 +37,15 @@ class Refusal(Exception):
     """The answer to a request that gets no completion, or an event in a stream that ends badly."""
 
     def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int = 1,
     ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s  # of a server that is overloaded
         self.status = status
         self.code = code
         self.param = param  # the field that is wrong; None: the message may name it
@@ -83,6 +90,9 @@ def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
     called by the request's API."""
     try:
         yield
+    except PoolShrunkError as error:
+        message = str(error).removeprefix("[add_request] ")
+        raise Refusal(503, message, "overloaded", retry_after_s=SHRUNK_S) from error
     except (ValueError, RecursionError) as error:
         message = str(error).removeprefix("[SamplingParams] ")
         named = NAMED.match(message)
@@ -97,6 +107,10 @@ def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
     except RuntimeError as error:
         raise Refusal(503, str(error)) from error
 
+
+SHRUNK_S = 60
+"""Seconds after which a request may be sent again that is too long for a pool that has shrunk. The
+pool takes minutes to grow, but clients of OpenAI wait at most so long by themselves."""
 
 NAMED = re.compile(r"(?:\[\w+\] )?(\w[\w.\[\]]*)(?::| is | has | names )")
 """How messages name the field that is wrong."""

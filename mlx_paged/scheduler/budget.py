@@ -32,7 +32,7 @@ class ChunkBudget:
 
     Attributes:
         prefill_chunk: prompt tokens of a step at most, while memory is not short.
-        share: the part of this number, and of larger ones, that counts at present.
+        share: the part of this number, and of larger ones, that counts at present: a power of two.
     """
 
     def __init__(
@@ -58,6 +58,17 @@ class ChunkBudget:
     def chunk(self) -> int:
         """Prompt tokens of a step at most, at present."""
         return max(1, int(self.prefill_chunk * self.share))
+
+    def shorten(self, least: int) -> bool:
+        """Let half as many prompt tokens count, but `least` or more; returns whether they do."""
+        if self.prefill_chunk * self.share / 2 < least:
+            return False
+        self.share /= 2
+        return True
+
+    def lengthen(self) -> None:
+        """Let twice as many count, up to all."""
+        self.share = min(1.0, 2 * self.share)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from the time of a step."""

@@ -10,7 +10,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.options import Policy, PreemptionPolicy
-from mlx_paged.request import Request
+from mlx_paged.request import PoolShrunkError, Request
 from mlx_paged.scheduler.policies import WaitingQueue, choose_preempted
 from mlx_paged.scheduler.progress import Planning, Progress
 from mlx_paged.scheduler.tier import Tier
@@ -51,7 +51,8 @@ class Places:
         self.prefix_cache = prefix_cache and allocator.can_share
         self.victims = victims
         self.watermark = watermark
-        self._watermark = Fraction(watermark, allocator.num_blocks)  # as a part of the pool
+        self._configured = allocator.num_blocks  # blocks, while memory is not short
+        self._watermark = Fraction(watermark, self._configured)  # as a part of the pool
         self.clock, self._scores = clock, scores
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
@@ -65,22 +66,29 @@ class Places:
         return int(self._may_run)
 
     def check_fits(self, request: Request) -> None:
-        """Raise ValueError if the pool can never hold the request, or the runner not compute it."""
+        """Raise ValueError if the pool cannot hold the request, or the runner not compute it. It is
+        a PoolShrunkError if the pool could hold the request at its configured size."""
         wanted = request.params.prompt_logprobs
         can = self._scores or wanted is None
         expected = "None, for several processes compute the model"
         require(can, "add_request", "prompt_logprobs", wanted, expected)
         needed = self.allocator.max_blocks(request.max_kv_tokens)
-        if needed > self.allocator.num_blocks:
-            raise ValueError(
-                f"[add_request] {request.num_prompt} prompt tokens and max_tokens "
-                f"{request.params.max_tokens} need {needed} KV blocks of "
-                f"{self.allocator.block_size}, but the pool has {self.allocator.num_blocks}: "
-                "expected a shorter prompt, fewer max_tokens or a larger pool"
+        if (num_blocks := self.allocator.num_blocks) >= needed:
+            return
+        message = (
+            f"[add_request] {request.num_prompt} prompt tokens and max_tokens "
+            f"{request.params.max_tokens} need {needed} KV blocks of "
+            f"{self.allocator.block_size}, but the pool has {num_blocks}"
+        )
+        if needed <= self._configured:
+            raise PoolShrunkError(
+                f"{message} of {self._configured} while the system is short of memory: expected a"
+                " shorter prompt or fewer max_tokens, or the request again later"
             )
+        raise ValueError(f"{message}: expected a shorter prompt, fewer max_tokens or a larger pool")
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError if it can never fit."""
+        """Queue a request. Raises as :meth:`check_fits`."""
         self.check_fits(request)
         if not self.tier.ask(request):
             self.waiting.push(request)

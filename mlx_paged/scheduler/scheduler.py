@@ -120,6 +120,14 @@ class Scheduler(Places):
         if open_tier is not None and self.has_tier:  # last: an open disk is locked
             self.tier = open_tier(self.budget.seconds_to_compute)
 
+    def shorten_chunks(self, least: int) -> bool:
+        """Halve the prompt tokens of a step, which stay `least` or more; returns whether it did."""
+        return self.budget.shorten(least)
+
+    def lengthen_chunks(self) -> None:
+        """Take one :meth:`shorten_chunks` back, if there is one."""
+        self.budget.lengthen()
+
     def foresee(self, request: Request) -> None:
         """The next token of a request is known: the step under way, if any, chooses it in vain."""
         self.progress.foresee(request)

@@ -104,7 +104,7 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
 def _refusal(error: Refusal, request: Request) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.code == "overloaded":
-        headers["Retry-After"] = "1"
+        headers["Retry-After"] = str(error.retry_after_s)
     if _has_two_lengths(request) or error.status == 408:
         headers["Connection"] = "close"
     record_of(request.scope).reason = str(error)
