@@ -1,15 +1,23 @@
 """Fixtures of all tests, and which cases of the long matrices run."""
 
+import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import wraps
 from random import Random
 
+if sys.platform == "darwin":
+    # Products of float32 keep their 24 bits on an M5, too. MLX reads this when it is imported.
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+import mlx.core as mx
 import pytest
 from hypothesis import settings
 
 from mlx_paged.runner.model_runner import ModelRunner
+from tests.support.devices import device_of_test, what_lacks
 
 settings.register_profile("no deadline", deadline=None)  # a busy machine is no fault
 settings.load_profile("no deadline")
@@ -61,6 +69,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """On a Mac a test that is marked ``mac`` is on the GPU, every other one on the CPU."""
+    if device := device_of_test(item.get_closest_marker("mac") is not None):
+        mx.set_default_device(device)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Skip what a paravirtual GPU lacks."""
+    try:
+        return (yield)
+    except RuntimeError as error:
+        name = str(mx.device_info().get("device_name", ""))
+        if reason := what_lacks(error, name):
+            pytest.skip(reason)
+        raise
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,6 +36,7 @@ MIXED_ROWS = {
 }
 
 
+@pytest.mark.mac
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{}, MIXED_ROWS], ids=["greedy", "mixed rows"])
 @pytest.mark.parametrize("lookahead", [False, True], ids=["", "ahead"])
@@ -68,6 +69,7 @@ def assert_alike(response, theirs):
         assert response.prompt_cache is None
 
 
+@pytest.mark.mac
 def test_a_stop_sequence_ends_its_sequence_with_the_token_that_completes_it():
     free = solo_greedy(model(), PROMPTS[1], 20)
     stops = [
@@ -93,6 +95,7 @@ def test_a_stop_sequence_ends_its_sequence_with_the_token_that_completes_it():
     assert {reason for reason, _ in found[0][1].values()} == {"stop", "length"}
 
 
+@pytest.mark.mac
 @pytest.mark.parametrize("step_size", [4, 16, 512])
 def test_the_ends_of_segments_are_told_as_by_mlx_lm(step_size):
     segments = [[PROMPTS[1][:7], PROMPTS[1][7:30], PROMPTS[1][30:]], [[], PROMPTS[0][:1]]]
@@ -128,6 +131,7 @@ def test_a_prompt_is_told_to_be_computed_before_its_first_token_comes():
     assert sorted(told) == list(range(len(PROMPTS)))
 
 
+@pytest.mark.mac
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("calls", range(1, 12))
 def test_a_removed_sequence_is_not_heard_of_again_and_leaves_no_block(calls):
@@ -144,6 +148,7 @@ def test_a_removed_sequence_is_not_heard_of_again_and_leaves_no_block(calls):
     assert_drained_after(after, generator)
 
 
+@pytest.mark.mac
 def test_context_comes_before_the_prompt_and_is_not_told_of():
     cache = make_prompt_cache(model())
     model()(mx.array([PROMPTS[1]]), cache=cache)
@@ -201,6 +206,7 @@ def test_a_step_that_fails_costs_no_token(monkeypatch):
     }
 
 
+@pytest.mark.mac
 def test_a_seeded_row_draws_the_same_tokens_in_any_company():
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
     alone, together = paged(), paged()
@@ -212,6 +218,7 @@ def test_a_seeded_row_draws_the_same_tokens_in_any_company():
     assert tokens_of(run(together)[1])[uid] == drawn != solo_greedy(model(), PROMPTS[0], 8)
 
 
+@pytest.mark.mac
 def test_sequences_that_do_not_fit_wait_and_prompts_that_start_alike_share():
     generator = paged(num_blocks=13, max_tokens=4)
     generator.insert([PROMPTS[1]] * 3 + [PROMPTS[4]])

@@ -19,6 +19,8 @@ from tests.support.drop_in.prompt_cache_cases import (
 )
 from tests.support.models.tiny_models import VOCAB, tiny_model
 
+pytestmark = pytest.mark.mac
+
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 40, 17)]
 
 

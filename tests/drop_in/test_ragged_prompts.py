@@ -16,6 +16,8 @@ from mlx_paged.runner.model_probe import leaves
 from tests.support.drop_in.prompt_cache_cases import stock_make_prompt_cache
 from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, VOCAB, build
 
+pytestmark = pytest.mark.mac
+
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities, relative to the largest of them."""
 

@@ -17,6 +17,7 @@ INTEGERS = (
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 
 
+@pytest.mark.mac
 def test_max_tokens_ends_with_length(engine):
     (completion,) = engine.generate([PROMPT], max_tokens=5)
     assert completion.finish_reason is FinishReason.LENGTH
@@ -24,6 +25,7 @@ def test_max_tokens_ends_with_length(engine):
     assert completion.prompt_tokens == len(PROMPT)
 
 
+@pytest.mark.mac
 def test_a_stop_token_ends_the_request_and_is_kept(model, engine):
     expected = solo_greedy(model, PROMPT, 10)
     stop = expected[4]
@@ -32,6 +34,7 @@ def test_a_stop_token_ends_the_request_and_is_kept(model, engine):
     assert completion.tokens == expected[: expected.index(stop) + 1]
 
 
+@pytest.mark.mac
 def test_logprobs_are_those_of_the_whole_context(model, engine):
     (completion,) = engine.generate([PROMPT], max_tokens=8)
     tokens = PROMPT + completion.tokens
@@ -41,6 +44,7 @@ def test_logprobs_are_those_of_the_whole_context(model, engine):
     np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
 
 
+@pytest.mark.mac
 def test_log_probabilities_are_those_of_tokens_that_may_come(engine):
     def allow(tokens, logits):
         return mx.where(mx.arange(logits.shape[-1]) < 2, logits, -mx.inf)
@@ -52,6 +56,7 @@ def test_log_probabilities_are_those_of_tokens_that_may_come(engine):
     assert done.tokens == [1] * 3 and np.isfinite(done.logprobs).all()
 
 
+@pytest.mark.mac
 def test_a_seeded_request_does_not_depend_on_its_company(model):
     sampled = SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, seed=11)
     alone = Engine(model, block_size=4, num_blocks=64).generate([PROMPT], sampled)[0]
@@ -66,6 +71,7 @@ def test_a_seeded_request_does_not_depend_on_its_company(model):
     assert alone.tokens != solo_greedy(model, PROMPT, 20)
 
 
+@pytest.mark.mac
 def test_unseeded_requests_repeat_with_the_engines_seed_and_differ_from_each_other(model):
     def run(seed):
         engine = Engine(model, block_size=4, num_blocks=64, seed=seed)
@@ -83,6 +89,7 @@ def test_a_stream_yields_tokens_while_other_requests_advance(model, engine):
     assert engine.request(other).num_generated >= 5
 
 
+@pytest.mark.mac
 def test_two_streams_read_in_turns(model, engine):
     a = engine.stream(PROMPT, max_tokens=6)
     b = engine.stream(PROMPT[::-1], max_tokens=9)
@@ -102,6 +109,7 @@ def test_closing_a_stream_frees_its_blocks(engine):
     assert engine.manager.blocks_in_use == 0 and not engine.has_work
 
 
+@pytest.mark.mac
 def test_abort_frees_at_once_and_leaves_others_alone(model, engine):
     doomed = engine.add_request(PROMPT, max_tokens=30)
     kept = engine.add_request(PROMPT[::-1], max_tokens=10)

@@ -8,6 +8,8 @@ from mlx_paged import Engine, UnsupportedModelError
 from mlx_paged.runner.model_probe import Batching
 from tests.support.models.tiny_models import CONFIGS, VOCAB, solo_greedy, tiny_model
 
+pytestmark = pytest.mark.mac
+
 NUM_TOKENS = 24
 
 

@@ -6,6 +6,8 @@ import pytest
 from mlx_paged import Engine
 from tests.support.models.tiny_models import VOCAB, solo_greedy
 
+pytestmark = pytest.mark.mac
+
 BLOCK = 8
 RNG = np.random.default_rng(1)
 SYSTEM = RNG.integers(0, VOCAB, 43).tolist()

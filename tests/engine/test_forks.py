@@ -57,6 +57,7 @@ def test_samples_draw_what_the_same_seeds_draw_alone(model, max_running):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.mac
 def test_a_prompt_is_computed_once_for_all_its_samples(model):
     engine = make_engine(model, prefix_cache=False)
     engine.sample([PROMPT], 16, max_tokens=10, temperature=1.0)
@@ -65,6 +66,7 @@ def test_a_prompt_is_computed_once_for_all_its_samples(model):
     assert engine.stats.peak_blocks_in_use <= len(PROMPT) // BLOCK + 1 + tails
 
 
+@pytest.mark.mac
 def test_greedy_samples_are_all_the_solo_completion(model, engine):
     with pytest.warns(UserWarning, match="temperature is 0: all 3 completions") as warned:
         (samples,) = engine.sample([PROMPT], 3, max_tokens=9)
@@ -72,6 +74,7 @@ def test_greedy_samples_are_all_the_solo_completion(model, engine):
     assert [c.tokens for c in samples] == [solo_greedy(model, PROMPT, 9)] * 3
 
 
+@pytest.mark.mac
 def test_best_of_returns_the_likeliest_first(engine):
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=5)
     every = engine.sample([PROMPT], 6, params)[0]
@@ -80,6 +83,7 @@ def test_best_of_returns_the_likeliest_first(engine):
     assert [c.tokens for c in best] == [c.tokens for c in ranked[:2]]
 
 
+@pytest.mark.mac
 def test_several_prompts_with_several_completions_each(model, engine):
     prompts = [PROMPT, PROMPT[::-1], PROMPT[5:25]]
     groups = engine.sample(prompts, 4, max_tokens=6, temperature=0.8, seed=1)
@@ -104,6 +108,7 @@ def test_aborting_the_first_sample_leaves_the_others(model_type, steps):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.mac
 def test_samples_survive_a_pool_too_small_for_all(model):
     engine = make_engine(model, num_blocks=18)
     (samples,) = engine.sample([PROMPT], 6, max_tokens=30, temperature=0.9, seed=7)
@@ -135,6 +140,7 @@ def run_until(engine: Engine, request_id: int, num_tokens: int) -> None:
         seen += sum(output.request_id == request_id for output in engine.step())
 
 
+@pytest.mark.mac
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 def test_a_fork_of_a_running_request_goes_on_like_its_parent(model_type):
@@ -152,6 +158,7 @@ def test_a_fork_of_a_running_request_goes_on_like_its_parent(model_type):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.mac
 def test_a_fork_moves_no_block_and_its_first_write_copies_one(model):
     engine = make_engine(model, prefix_cache=False)
     parent = engine.add_request(PROMPT, max_tokens=40)
@@ -171,6 +178,7 @@ def test_a_fork_moves_no_block_and_its_first_write_copies_one(model):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.mac
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
 def test_branches_from_an_ended_request_that_was_kept(model_type):
@@ -287,6 +295,7 @@ def plain_beam_search(model, prompt, num_beams, max_tokens, length_penalty, stop
     return sorted(score, key=lambda entry: -entry[0])[:num_beams]
 
 
+@pytest.mark.mac
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_beams", [1, 2, 4])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
@@ -323,6 +332,7 @@ def test_beams_without_room_for_all_find_the_same(model, options):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.mac
 def test_beams_beside_other_requests(model, engine):
     others = [engine.add_request(PROMPT[i:], max_tokens=15) for i in (3, 9)]
     search = engine.add_beam_search(PROMPT, 3, max_tokens=8)

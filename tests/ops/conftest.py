@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from tests.support.devices import is_gpu
 from tests.support.ops.paged_cases import answer_by
 
 
@@ -14,7 +15,11 @@ def kernel(request, monkeypatch):
 
 
 @pytest.fixture
-def on_cpu():
-    """The CPU has both kernels for any shape, and float32 keeps its 24 bits there."""
+def on_cpu(request):
+    """The CPU has both kernels for any shape, and float32 keeps its 24 bits there. Tests that are
+    marked ``mac`` are on the GPU of a Mac."""
+    if request.node.get_closest_marker("mac") and is_gpu():
+        yield
+        return
     with mx.stream(mx.cpu):
         yield

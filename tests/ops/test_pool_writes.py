@@ -13,6 +13,7 @@ from tests.support.ops.paged_cases import (
     as_numpy,
     memory_limit,
     primitives,
+    require_kernel,
     with_layout,
 )
 
@@ -47,12 +48,14 @@ def assert_same_bits(caches, expected):
 
 class TestWriteKV:
     def assert_matches_numpy(self, k, v, pool, slots, kernel):
+        require_kernel(kernel, *(cache.shape[3] for cache in pool))
         expected = [as_numpy(cache) for cache in pool]
         write_kv_numpy(as_numpy(k), as_numpy(v), *expected, np.array(slots))
         written = ops.write_kv(k, v, *pool, slots)
         assert ("WriteKV" in primitives(*written)) == (kernel == "native")
         assert_same_bits(written, expected)
 
+    @pytest.mark.mac
     @pytest.mark.sampled(4)
     @DTYPES
     @WIDTHS
@@ -64,6 +67,7 @@ class TestWriteKV:
         slots = mx.array([0, NUM_SLOTS - 1, BLOCK_SIZE, BLOCK_SIZE - 1, 13])
         self.assert_matches_numpy(k, v, pool, slots, kernel)
 
+    @pytest.mark.mac
     @pytest.mark.parametrize(
         "slots",
         [
@@ -83,11 +87,13 @@ class TestWriteKV:
         slots = mx.array([-1, 5, NUM_SLOTS, 2]) + mx.zeros((), mx.int32)
         self.assert_matches_numpy(k, v, random_pool(), slots, kernel)
 
+    @pytest.mark.mac
     def test_nan_goes_where_its_row_goes(self, kernel):
         """A value that a later read must see, and nothing else that it spoils."""
         k = mx.where(mx.arange(4)[:, None, None] == 1, mx.nan, random(4, HEADS, 8))
         self.assert_matches_numpy(k, k, random_pool(), mx.array([3, 4, -1, 5]), kernel)
 
+    @pytest.mark.mac
     @pytest.mark.parametrize("view", ["chunk", "every_second", "last_axis_strided", "broadcast"])
     def test_rows_of_any_strides(self, view, kernel):
         make = {
@@ -112,6 +118,7 @@ class TestWriteKV:
         count = num_rows * abs(step)
         rows = [random(count, HEADS, dim)[::step] for dim in (head_dim, v_head_dim)]
         pool, slots = random_pool(head_dim, v_head_dim), mx.array([9, 2, -1, 27])[:num_rows]
+        require_kernel(kernel, *(cache.shape[3] for cache in pool))
         expected = [as_numpy(cache) for cache in pool]
         write_kv_numpy(*map(as_numpy, rows), *expected, np.array(slots))
         given = [x.swapaxes(0, 1)[None] if axis else x[:, :, None] for x in rows]
@@ -128,6 +135,7 @@ class TestWriteKV:
         k, v = random(num_rows, HEADS, 8), random(num_rows, HEADS, 8)
         self.assert_matches_numpy(k, v, pool, mx.arange(num_rows), kernel)
 
+    @pytest.mark.mac
     def test_many_rows(self, kernel):
         """Enough bytes for several threads."""
         num_rows, num_blocks = 4096, 300
@@ -168,6 +176,7 @@ class TestWriteKV:
 
 
 class TestCopyBlocks:
+    @pytest.mark.mac
     @pytest.mark.sampled(6)
     @DTYPES
     @WIDTHS

@@ -96,6 +96,7 @@ def test_each_option_changes_logits_as_in_mlx_lm(options, length, dtype):
     np.testing.assert_array_equal(distributions(sample(logits, [made]))[0], expected)
 
 
+@pytest.mark.mac
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_rows_of_a_batch_have_their_own_options(dtype):
     rng = np.random.default_rng(1)
@@ -119,6 +120,7 @@ def changing_batches(requests: Sequence[Request], steps: int) -> Iterator[list[R
             steps -= 1
 
 
+@pytest.mark.mac
 @pytest.mark.parametrize("ahead", [False, True], ids=["tokens known", "newest in flight"])
 def test_penalties_follow_requests_through_changing_batches(ahead):
     """Each step runs once or twice. With `ahead` the newest tokens are not evaluated yet when the
@@ -225,6 +227,7 @@ class Recorder:
         return logits + 0.02 * len(tokens) * mx.arange(VOCAB)
 
 
+@pytest.mark.mac
 @pytest.mark.parametrize("ahead", [False, True], ids=["tokens known", "newest in flight"])
 @pytest.mark.parametrize("max_tail", [3, 256])
 def test_processors_see_what_mlx_lm_shows_them(monkeypatch, ahead, max_tail):

@@ -21,6 +21,7 @@ from tests.support.engine.sampling_cases import (
 )
 
 
+@pytest.mark.mac
 def test_the_most_likely_tokens_come_in_order_with_their_log_probabilities():
     logits = random_logits(rows=6, seed=20)
     requests = [request(seed=i, temperature=i % 2, logprobs=k) for i, k in enumerate((5,) * 6)]
@@ -34,6 +35,7 @@ def test_the_most_likely_tokens_come_in_order_with_their_log_probabilities():
     )
 
 
+@pytest.mark.mac
 def test_rows_may_ask_for_different_numbers_of_likely_tokens():
     logits = random_logits(rows=4, seed=21)
     sampled = sample(logits, [request(logprobs=k) for k in (2, 0, 6, 0)])
@@ -48,6 +50,7 @@ def test_no_more_tokens_are_reported_than_there_are():
     assert sorted(sampled.top_tokens[0].tolist()) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.mac
 def test_of_equally_likely_tokens_the_first_is_reported_first():
     row = [0.0, 2.0, 1.0, 2.0, 1.0, 2.0]
     sampled = sample(mx.array([row]), [request(logprobs=5)])
@@ -59,6 +62,7 @@ def test_nothing_is_reported_where_nobody_asks():
     assert sampled.top_tokens is sampled.top_logprobs is None and sampled.errors == {}
 
 
+@pytest.mark.mac
 def test_a_batch_of_other_requests_brings_its_own_options():
     """One sampler serves rows that join, leave, change places or have equal options."""
     logits, sampler = random_logits(rows=3, seed=22), Sampler()
@@ -165,6 +169,7 @@ def test_only_rows_that_ask_for_it_are_sorted(monkeypatch):
     assert shapes == [(1, VOCAB)]
 
 
+@pytest.mark.mac
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_told_of_logits_in_half_precision_has_the_precision_of_float32(temperature):
     logits = random_logits(rows=4, seed=22).astype(mx.bfloat16)

@@ -23,6 +23,8 @@ from tests.support.engine.sampling_cases import (
     sample,
 )
 
+pytestmark = pytest.mark.mac
+
 FILTERS: dict[str, dict[str, Any]] = {
     "top_p=0.5": {"top_p": 0.5},
     "top_p=0.9": {"top_p": 0.9},
