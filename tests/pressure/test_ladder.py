@@ -165,3 +165,13 @@ def test_nothing_is_wired_after_idle_minutes_or_a_sleep_until_the_next_step():
     machine.watch.rest()
     assert machine.log == ["rest", "work", "rest"]
     assert machine.watch.sleeps == 1 and machine.watch.slept_s == 8 * 3600
+
+
+def test_bytes_of_other_rungs_are_not_those_of_a_late_one():
+    machine = Machine(chunk=[0], pool=[5 * MB])
+    machine.system.now = Level.CRITICAL
+    machine.step(1.0)
+    assert machine.log == ["chunk", "pool"]
+    machine.step(1.0)
+    assert machine.log == ["chunk", "pool", "no chunk"]
+    assert machine.ladder.given["chunk"].uses == 0 < machine.ladder.given["pool"].uses
