@@ -27,7 +27,8 @@ class Retention:
                 if (reason := self._store.idle.pin(known, until)) is not None:
                     return Pinned(num_pinned, reason)
             num_pinned = stop
-        is_whole = num_known >= len(tokens) - 1  # the last token of an answer is not computed
+        # Fewer tokens than `min_run` at the end of a text are never known.
+        is_whole = num_known > len(tokens) - self._store.prefixes[0].min_run
         return Pinned(num_pinned, None if is_whole else "not_cached")
 
     def drop(self, tokens: Sequence[int], salt: bytes) -> int:

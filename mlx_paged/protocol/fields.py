@@ -5,6 +5,7 @@ from typing import Any
 
 from mlx_paged.arguments import is_count
 from mlx_paged.protocol import constraints
+from mlx_paged.sampling_params import WEEK, is_within
 
 Fields = dict[str, Any]
 Rule = tuple[Any, Callable[[Any], bool], str]
@@ -110,6 +111,14 @@ def is_stop(value: object) -> bool:
     return all(texts) and sum(map(len, texts)) <= MAX_STOP
 
 
+def is_cache(value: object) -> bool:
+    """Whether `value` says what becomes of K/V."""
+    if not isinstance(value, dict) or value.keys() - {"retain"}:
+        return False
+    retain = value.get("retain")
+    return retain in (None, "pin", "drop") or is_within(retain, 0, WEEK)
+
+
 def is_mapping(value: object) -> bool:
     """Whether `value` gives texts for a few roles."""
     return (
@@ -173,6 +182,7 @@ BOTH: dict[str, Rule] = {
         "an integer above -2147483648 and below 2147483648",
     ),
     "cache_salt": ("", *_TEXT),
+    "cache": ({}, is_cache, f'an object with retain: "pin", "drop" or seconds from 0 to {WEEK}'),
     "logit_bias": ({}, *_OBJECT),
     "logprobs": (
         False,

@@ -129,7 +129,8 @@ def sampling(model: ModelTraits, prompt: Prompt, fields: Fields, args: Namespace
     """How the tokens after `prompt` are chosen; `args` has the defaults. Raises ValueError if a
     field is outside its range, ContextExceeded if prompt and completion do not fit together."""
     options = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
-    options |= {"min_p": args.min_p} | {name: fields[name] for name in SAMPLING if name in fields}
+    options |= {"min_p": args.min_p, "retain": fields["cache"].get("retain")}
+    options |= {name: fields[name] for name in SAMPLING if name in fields}
     if type(options.get("seed")) is int:
         options["seed"] %= 2**64
     stop_ids, least = frozenset(fields["stop_token_ids"]), fields["min_tokens"]

@@ -96,7 +96,18 @@ class Reply:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": thoughts},
+            **self.of_cache(),
         }
+
+    def of_cache(self) -> dict[str, Any]:
+        """The part of the usage that says what came of a wish to keep K/V."""
+        firsts = self.choices[:: self.fields["best_of"]]
+        ended = [choice.completion for choice in firsts if choice.completion is not None]
+        found = [each.pinned for each in ended if each.pinned is not None]
+        if not found:
+            return {}
+        reason = next((each.reason for each in found if each.reason), None)
+        return {"cache": {"pinned_tokens": sum(each.tokens for each in found), "reason": reason}}
 
     def _best(self) -> list[CompletionChoice]:
         """The `n` likeliest of the choices of each prompt."""
@@ -136,4 +147,5 @@ class ResponseReply(Reply):
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
+            **self.of_cache(),
         }

@@ -61,6 +61,7 @@ class MessageAnswer(Answer):
             "output_tokens": usage["completion_tokens"],
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
+            **self.of_cache(),
         }
 
 

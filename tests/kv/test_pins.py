@@ -167,3 +167,14 @@ def test_pins_stay_where_the_pool_becomes_smaller():
     assert pool.knows(CHAT) == len(CHAT) and pool.allocator.store.idle.num_pinned == 10
     expire(pool, 9.0)
     assert pool.allocator.store.idle.num_pinned == 0
+
+
+def test_the_few_tokens_at_the_end_that_are_never_known_are_not_missed():
+    allocator = BlockAllocator(POOL, 16)
+    for i, length in enumerate(range(32, 36)):
+        text = [1000 * i + j for j in range(length)]
+        allocator.admit(i, length, text)
+        allocator.register_tail(i, text, length)
+        allocator.free(i)
+        assert allocator.retention.pin(text, b"", FOREVER) == Pinned(32)
+    assert allocator.retention.pin([*text, 1], b"", FOREVER) == Pinned(32, "not_cached")
