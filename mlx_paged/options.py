@@ -51,6 +51,7 @@ class Policy(StrEnum):
     FCFS = "fcfs"  # first come, first served
     PRIORITY = "priority"  # lower numbers first, then by arrival
     SHORTEST = "shortest"  # shorter prompts first; waiting makes a prompt count as shorter
+    FAIR = "fair"  # clients take turns by tokens computed
 
 
 class PreemptionPolicy(StrEnum):
@@ -302,7 +303,7 @@ class EngineConfig(PoolConfig):
     policy: Policy | str = option(
         Policy.FCFS,
         Choice(Policy),
-        'order of waiting requests: "fcfs", "priority" or "shortest".',
+        'order of waiting requests: "fcfs", "priority", "shortest" or "fair".',
         OptionFlag("--policy", "order in which waiting requests start"),
     )
     preempt: PreemptionPolicy | str = option(

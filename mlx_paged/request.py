@@ -11,6 +11,9 @@ from mlx_paged.kv.pins import Pinned
 from mlx_paged.prompt import Prompt
 from mlx_paged.sampling_params import SamplingParams
 
+BACKGROUND = "background"
+"""In place of the number of a priority: see `Request.is_background`."""
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -71,6 +74,10 @@ class Request:
     seed: int  # of its random stream
     priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
     salt: bytes = b""  # of the caller; only requests with equal salts share K/V
+    # Under `Policy.FAIR`, its client and parts of the client, which take turns within their whole.
+    share: tuple[str, ...] = ()
+    # It runs when nothing else waits, and gives way first.
+    is_background: bool = False
     prompt: Prompt | None = None  # the prompt, if it is more than tokens
     variant: Variant | None = None  # what is added to the model for it
     keep_blocks: bool = False  # its blocks stay after it ended, for later forks
@@ -85,6 +92,7 @@ class Request:
     num_preempted: int = 0
     # max(0, steps in which prompts overtook it - steps in which none did)
     num_overtaken: int = 0
+    num_charged: int = 0  # tokens computed of it that count for its client
     num_faults: int = 0  # failed steps that computed it
     num_drafted: int = 0  # guesses of its tokens that steps computed
     num_accepted: int = 0  # right ones among them

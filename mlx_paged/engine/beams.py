@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged.engine.request_maker import Queueing
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import chosen_by_caller
@@ -155,7 +156,7 @@ class BeamSearch:
         group: BeamGroup,  # decides which hypotheses survive
         # Searches under way by the request id of each hypothesis; takes this one.
         searches: "dict[int, BeamSearch]",
-        # Makes a request of tokens, params, a seed, a priority and a salt.
+        # Makes a request of tokens, params, a seed and how it waits.
         make_request: Callable[..., Request],
         vocab_size: int | None,  # tokens that can be candidates; None: unknown
     ) -> None:
@@ -232,8 +233,7 @@ class BeamSearch:
             root.prompt_of(tokens),
             root.params,
             0,
-            root.priority,
-            root.salt,
+            Queueing.of(root),
             logprobs=logprobs,
             like=root,
         )

@@ -12,6 +12,7 @@ from mlx_paged.engine.cache_control import CacheControl
 from mlx_paged.engine.one_thread import Occupancy, exclusive, exclusive_as
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
 from mlx_paged.engine.request_maker import (
+    Queueing,
     RequestMaker,
     check_beams,
     check_queueing,
@@ -148,8 +149,9 @@ class EngineCore(CacheControl):
         prompt: PromptLike,
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | str = 0,
         cache_salt: str = "",
+        share: Sequence[str] = (),
         keep: bool = False,
         turn_ends: Sequence[int] = (),
         **options: Any,
@@ -157,8 +159,10 @@ class EngineCore(CacheControl):
         """Queue a prompt (text or token ids); returns the request's id.
 
         Args:
-            priority: lower numbers first, if the engine's policy is "priority".
+            priority: lower numbers first, if the engine's policy is "priority"; "background": when
+                nothing else waits (docs/engine.md).
             cache_salt: K/V is shared only among requests with the same salt, e.g. a tenant's name.
+            share: its client and parts of the client, which take turns under the policy "fair".
             keep: hold the blocks after the end of the request, for :meth:`fork`, until
                 :meth:`release` or until other requests need them.
             turn_ends: numbers of leading tokens after which later prompts may go on differently:
@@ -170,11 +174,9 @@ class EngineCore(CacheControl):
                 of an option that the logits do not have, an argument of a wrong kind or out of
                 range, or a request that the pool could never hold.
         """
-        ends = check_queueing("add_request", priority, cache_salt, turn_ends, keep)
+        queueing = check_queueing("add_request", priority, cache_salt, share, turn_ends, keep)
         params = checked_params("add_request", params, options, self._encode, prompt)
-        request = self._make_request(
-            self._encode(prompt), params, params.seed, priority, cache_salt.encode(), ends
-        )
+        request = self._make_request(self._encode(prompt), params, params.seed, queueing)
         request.keep_blocks = keep
         self._admit([request], lambda: self.scheduler.add(request))
         return request.id
@@ -186,8 +188,9 @@ class EngineCore(CacheControl):
         n: int,
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
+        priority: int | str = 0,
         cache_salt: str = "",
+        share: Sequence[str] = (),
         turn_ends: Sequence[int] = (),
         **options: Any,
     ) -> list[int]:
@@ -199,14 +202,11 @@ class EngineCore(CacheControl):
             ValueError: `n` below 1, or as :meth:`add_request`.
         """
         n = integer("add_samples", "n", n, 1)
-        ends = check_queueing("add_samples", priority, cache_salt, turn_ends)
+        queueing = check_queueing("add_samples", priority, cache_salt, share, turn_ends)
         params = checked_params("add_samples", params, options, self._encode, prompt)
         encoded = self._encode(prompt)
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
-        requests = [
-            self._make_request(encoded, params, seed, priority, cache_salt.encode(), ends)
-            for seed in seeds
-        ]
+        requests = [self._make_request(encoded, params, seed, queueing) for seed in seeds]
         leader = requests[0]
         leader.samples = requests[1:]
         self._admit(requests, lambda: self.scheduler.add(leader))
@@ -221,8 +221,9 @@ class EngineCore(CacheControl):
         *,
         length_penalty: float = 1.0,
         early_stopping: bool = False,
-        priority: int = 0,
+        priority: int | str = 0,
         cache_salt: str = "",
+        share: Sequence[str] = (),
         **options: Any,
     ) -> int:
         """Queue a beam search. Its one output has a completion with all hypotheses as `beams`.
@@ -235,13 +236,13 @@ class EngineCore(CacheControl):
         Raises:
             ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
         """
-        check_queueing("beam_search", priority, cache_salt)
+        queueing = check_queueing("beam_search", priority, cache_salt, share)
         params = checked_params("beam_search", params, options, self._encode, prompt)
         # Each live hypothesis writes into a block of its own.
         vocab_size = self.token_ids.columns
         max_beams = vocab_size or self.scheduler.allocator.num_blocks
         check_beams(params, num_beams, length_penalty, early_stopping, max_beams)
-        root = self._make_request(self._encode(prompt), params, 0, priority, cache_salt.encode())
+        root = self._make_request(self._encode(prompt), params, 0, queueing)
         stop = self._outputs.stop_token_ids(root)
         group = BeamGroup(num_beams, params.max_tokens, length_penalty, early_stopping, stop)
         BeamSearch(root, group, self._beams, self._make_request, vocab_size)
@@ -285,9 +286,8 @@ class EngineCore(CacheControl):
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         tokens = parent.tokens + self._encode(suffix, continues=True).tokens
         seed = None if inherits else given.seed
-        child = self._make_request(
-            parent.prompt_of(tokens), given, seed, parent.priority, parent.salt, like=parent
-        )
+        queueing = Queueing.of(parent)
+        child = self._make_request(parent.prompt_of(tokens), given, seed, queueing, like=parent)
         child.keep_blocks = keep
         self.scheduler.check_fits(child)
         if inherits and parent.grammar is not None:

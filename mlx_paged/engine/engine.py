@@ -27,7 +27,7 @@ from mlx_paged.runner.positions import positions_of
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.host import hosted, image_processor
 
-QUEUEING = {"priority", "cache_salt", "keep", "turn_ends"}
+QUEUEING = {"priority", "cache_salt", "share", "keep", "turn_ends"}
 """Arguments of `add_request` that are no fields of SamplingParams."""
 
 
@@ -63,7 +63,7 @@ class Engine(ModelCore):
             delay them longer. A cost model, which learns from every step, chooses steps that take
             no longer. None: only `prefill_chunk` limits a step, and its tokens do not depend on the
             clock.
-        policy: order of waiting requests: "fcfs", "priority" or "shortest".
+        policy: order of waiting requests: "fcfs", "priority", "shortest" or "fair".
         preempt: which request is preempted when no block is free: "newest", "longest" or
             "fewest-generated". Its tokens are computed again, with the same result.
         seed: seed of the random streams of requests that have none of their own.

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require, require_flags, require_text
 from mlx_paged.engine.text import PromptEncoder, PromptLike
 from mlx_paged.prompt import Prompt
-from mlx_paged.request import Request, Variant
+from mlx_paged.request import BACKGROUND, Request, Variant
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 
@@ -38,20 +38,43 @@ def checked_params(
     return params
 
 
+class Queueing(NamedTuple):
+    """How a request waits, and with which requests it shares K/V: fields of :class:`Request`."""
+
+    priority: int
+    is_background: bool
+    salt: bytes
+    share: tuple[str, ...]
+    turn_ends: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: Request) -> "Queueing":
+        """That of a request, for those that go on from it."""
+        return cls(request.priority, request.is_background, request.salt, request.share)
+
+
 def check_queueing(
     caller: str,
     priority: object,
     cache_salt: object,
+    share: Sequence[str],
     turn_ends: Sequence[int] = (),
     keep: object = False,
-) -> tuple[int, ...]:
-    """The `turn_ends`; ValueError unless all are of the right kind."""
+) -> Queueing:
+    """The arguments as fields of a request; ValueError unless all are of the right kind."""
+    is_background = isinstance(priority, str) and priority == BACKGROUND
     is_ordered = is_real(priority) and priority == priority  # NaN has no order
-    require(is_ordered, caller, "priority", priority, "a number")
+    expected = f'a number or "{BACKGROUND}"'
+    require(is_background or is_ordered, caller, "priority", priority, expected)
     require_text(caller, "cache_salt", cache_salt)
     require_flags(caller, keep=keep)
+    is_share = isinstance(share, Sequence) and not isinstance(share, str)
+    is_share = is_share and all(isinstance(name, str) and name for name in share)
+    require(is_share, caller, "share", share, "a sequence of names that are not empty")
     require(isinstance(turn_ends, Sequence), caller, "turn_ends", turn_ends, "a sequence")
-    return tuple(integer(caller, "turn_ends", each, 0) for each in turn_ends)
+    ends = tuple(integer(caller, "turn_ends", each, 0) for each in turn_ends)
+    number, salt = 0 if is_background else priority, str(cache_salt).encode()
+    return Queueing(cast(int, number), is_background, salt, tuple(share), ends)
 
 
 def check_beams(
@@ -106,9 +129,7 @@ class RequestMaker:
         prompt: Prompt,
         params: SamplingParams,
         seed: int | None,
-        priority: int,
-        salt: bytes,
-        turn_ends: Sequence[int] = (),
+        queueing: Queueing,
         logprobs: Sequence[float] = (),
         like: Request | None = None,
     ) -> Request:
@@ -125,16 +146,19 @@ class RequestMaker:
             [*prompt.tokens],
             params,
             seed,
-            priority,
-            salt,
-            None if prompt.is_plain else prompt,
-            variant,
+            queueing.priority,
+            queueing.salt,
+            prompt=None if prompt.is_plain else prompt,
+            variant=variant,
+            share=queueing.share,
+            is_background=queueing.is_background,
+            turn_ends=queueing.turn_ends,
             num_prompt=len(prompt) - len(logprobs),
             logprobs=[*logprobs],
         )
         request.grammar = self._grammars.start(params, len(prompt))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
-        request.turn_ends, request.arrival_time = turn_ends, self._clock()
+        request.arrival_time = self._clock()
         self._next_id += 1
         return request

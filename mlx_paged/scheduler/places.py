@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from fractions import Fraction
 
 from mlx_paged.arguments import require
@@ -11,9 +11,9 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import PoolShrunkError, Request
-from mlx_paged.scheduler.policies import WaitingQueue, choose_preempted
 from mlx_paged.scheduler.progress import Planning, Progress
 from mlx_paged.scheduler.tier import Tier
+from mlx_paged.scheduler.waiting import Waiting
 
 
 class Places:
@@ -55,7 +55,7 @@ class Places:
         self._watermark = Fraction(watermark, self._configured)  # as a part of the pool
         self.clock, self._scores = clock, scores
         self.num_preemptions = 0
-        self.waiting = WaitingQueue(policy)
+        self.waiting = Waiting(policy, clock)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
         self.parked: dict[int, Request] = {}  # by id, oldest first
         self._isolated: dict[int, Request] = {}
@@ -95,13 +95,14 @@ class Places:
 
     def park(self, request: Request) -> None:
         """Park a running request that has to wait for others."""
-        if self.running.pop(request.id, None) is not None:
+        if request.id in self.running:
+            self._stop(request)
             self.parked[request.id] = request
 
     def unpark(self, request: Request) -> None:
         """Run or queue a parked request, which has a token to compute again."""
         if request.id in self.parked and len(self.running) < self.max_running:
-            self.running[request.id] = self.parked.pop(request.id)
+            self._start(self.parked.pop(request.id))
         elif request not in self.waiting:
             self.waiting.push(request)
 
@@ -137,7 +138,7 @@ class Places:
             if self.parked:
                 self._evict_parked()
             else:
-                self._preempt(choose_preempted([*self.running.values()], self.victims))
+                self._preempt(self._choose_preempted(self.running.values()))
         self._set_size(num_blocks)
         return self.allocator.compact(num_blocks)
 
@@ -156,7 +157,7 @@ class Places:
         """Run or park a child on the blocks of its parent, of which `num_computed` tokens count."""
         self.progress.fork(parent, child, num_computed)
         if len(self.running) < self.max_running and not self._isolated:
-            self.running[child.id] = child
+            self._start(child)
         else:
             self.parked[child.id] = child
             self.waiting.push(child)
@@ -175,7 +176,51 @@ class Places:
         ):
             return False
         self.waiting.remove(request)
+        self._start(request)
+        return True
+
+    def _start(self, request: Request) -> None:
         self.running[request.id] = request
+        self.waiting.started(request)
+
+    def _stop(self, request: Request) -> None:
+        del self.running[request.id]
+        self.waiting.stopped(request)
+
+    def _claim(self, planning: Planning, request: Request) -> bool:
+        """Let a waiting request run, in a place and on blocks of others if it needs them and they
+        are enough; False if it waits on, or needs none."""
+        giving = self.waiting.yielding(request, self.running.values())
+        max_blocks, free = self.allocator.max_blocks, self.allocator.store.num_available
+        needed = 0
+        if request.id not in self.parked:
+            needed = max_blocks(request.num_tokens) + self._spare_blocks(request)
+        has_place = len(self.running) < self.max_running
+        if has_place and needed <= free and not self.waiting.is_first(request):
+            return False
+        given = sum(max_blocks(each.num_computed) for each in giving)
+        if len(self.running) - len(giving) >= self.max_running or needed > free + given:
+            giving = []
+        if not self._may_start(planning, request):
+            return False
+        while len(self.running) >= self.max_running or not self._enter(
+            planning, request, self._spare_blocks(request)
+        ):
+            if not giving:
+                return False
+            victim = self._choose_preempted(giving)
+            giving.remove(victim)
+            self._preempt(victim)
+        return True
+
+    def _may_start(self, planning: Planning, request: Request) -> bool:
+        """Whether all that a waiting request needs is a place and blocks."""
+        if request.num_in_flight:
+            return False
+        if request.id not in self.parked and self.tier.delays(request, planning.loads):
+            if request.id in self.tier.loading:
+                self.waiting.remove(request)
+            return False
         return True
 
     def _allocate(self, planning: Planning, request: Request, spare: int) -> bool:
@@ -200,14 +245,18 @@ class Places:
         if self.parked:
             return self._evict_parked()
         candidates = [r for r in self.running.values() if r.id not in planning.requests]
-        victim = choose_preempted(candidates, self.victims)
+        victim = self._choose_preempted(candidates)
         self._preempt(victim)
         planning.requests.add(victim.id)
         return victim
 
+    def _choose_preempted(self, candidates: Collection[Request]) -> Request:
+        running = self.running.values()
+        return self.waiting.choose_preempted(candidates, running, self.victims)
+
     def _preempt(self, request: Request) -> None:
         """Free a running request's blocks and queue it; its tokens are computed again later."""
-        del self.running[request.id]
+        self._stop(request)
         self.progress.free(request)
         request.num_preempted += 1
         self.num_preemptions += 1
@@ -221,7 +270,7 @@ class Places:
 
     def _leave_running(self, request: Request, is_continued: bool = True) -> None:
         """Stop running a request. The last token's K/V is never needed."""
-        del self.running[request.id]
+        self._stop(request)
         if request.keep_blocks:
             self.parked[request.id] = request
         else:

@@ -1,6 +1,6 @@
 """Which waiting request is admitted next, and which running one is preempted. Knows no mlx."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -105,7 +105,17 @@ _RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {
 }
 
 
-def choose_preempted(candidates: list[Request], policy: PreemptionPolicy) -> Request:
-    """The request to preempt: largest priority number first, then by policy, then the newest."""
+def choose_preempted(
+    candidates: Iterable[Request],
+    policy: PreemptionPolicy,
+    held: Callable[[Request], int] = lambda request: 0,
+) -> Request:
+    """The request to preempt: of the background first, then the largest priority number, the most
+    tokens that its client holds, the policy, and the newest. `held` is what clients hold."""
     rank = _RANK[policy]
-    return max(candidates, key=lambda request: (request.priority, rank(request), request.id))
+
+    def order(request: Request) -> tuple[bool, float, int, int, int]:
+        of_client = held(request)
+        return request.is_background, request.priority, of_client, rank(request), request.id
+
+    return max(candidates, key=order)

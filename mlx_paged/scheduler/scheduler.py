@@ -1,68 +1,29 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer, OutOfBlocksError
 from mlx_paged.kv.pins import Pinned
-from mlx_paged.kv.prefix_match import MissReason, PrefixMatch
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.command_bound import CommandBound
 from mlx_paged.scheduler.levels import Levels
 from mlx_paged.scheduler.places import Places
-from mlx_paged.scheduler.policies import choose_preempted
 from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.proposals import MakeProposals, NoProposals, Proposals
 from mlx_paged.scheduler.step import Span, Step, StepReport
-from mlx_paged.scheduler.tier import Tier
+from mlx_paged.scheduler.tier import NoTier, Tier
 from mlx_paged.scheduler.turns import Turn, is_overtaken
 
 REGAIN = 1 / 64
 """By how much a step raises the number of requests that may run, after the device has failed."""
 
 PredictSeconds = Callable[[int, int], float]  # of a prompt's tokens ``[start, stop)``
-
-
-class NoTier:
-    """A tier that keeps nothing."""
-
-    loading: Mapping[int, Request] = {}
-    leaving: Mapping[bytes, BlockTransfer] = {}
-
-    def arrived(self, waits: bool) -> list[Request]:
-        return []
-
-    def ask(self, request: Request) -> bool:
-        return False
-
-    def delays(self, request: Request, loads: list[BlockTransfer]) -> bool:
-        return False
-
-    def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
-        return match.miss
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def copies_when_idle(self) -> list[BlockTransfer]:
-        return []
-
-    def has_more(self) -> bool:
-        return False
-
-    def put(self, copied: Sequence[BlockTransfer]) -> None:
-        pass
-
-    def metrics(self) -> None:
-        return None
-
-    def close(self) -> None:
-        pass
 
 
 class Scheduler(Places):
@@ -172,6 +133,7 @@ class Scheduler(Places):
         self.proposals.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
+        self.waiting.ended(request)
         self.tier.forget(request)
         if request.samples:
             self._hand_over_samples(request)
@@ -314,7 +276,7 @@ class Scheduler(Places):
         allocator, store, proposals = self.allocator, self.allocator.store, self.proposals
         return Levels(
             running=len(self.running),
-            waiting=len(self.waiting.serials) + len(self.tier.loading),
+            waiting=len(self.waiting) + len(self.tier.loading),
             blocks_in_use=store.blocks_in_use,
             blocks_cached=store.num_idle,
             preemptions=self.num_preemptions,
@@ -339,11 +301,26 @@ class Scheduler(Places):
         decodes, planning.prompts, exhausted = _sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
+        if self._take_places(planning):
+            decodes, planning.prompts, _ = _sort_by_pending(self.running.values())
         if self.proposals.exist:
             decodes = self.proposals.schedule(planning, decodes)
         self._schedule_decodes(planning, decodes)
-        if planning.prompts or self.waiting.serials:
+        if planning.prompts or self.waiting:
             self._schedule_prompts(planning)
+
+    def _take_places(self, planning: Planning) -> bool:
+        """Let waiting requests run in the places of others that have to give way to them, as many
+        as the step has prompt tokens for; returns whether others run now."""
+        prompts, num_preemptions = [*planning.prompts], self.num_preemptions
+        while (request := self.waiting.claimant()) is not None:
+            order = self.waiting.order_of(request)
+            before = [each for each in prompts if self.waiting.order_of(each) <= order]
+            is_full = sum(each.num_pending for each in before) >= self.budget.chunk
+            if is_full or not self._claim(planning, request):
+                break
+            prompts.append(request)
+        return len(prompts) > len(planning.prompts) or self.num_preemptions > num_preemptions
 
     def _schedule_decodes(self, planning: Planning, decodes: list[Request]) -> None:
         if not any([request.samples for request in decodes]):
@@ -364,15 +341,32 @@ class Scheduler(Places):
             alone = next(iter(self.running.values()), None) or self.waiting.peek()
             start = alone.num_computed
             planning.max_chunk_tokens = self.budget.alone_chunk(self._alone_chunk, start)
+        planning.prompts = self.waiting.in_order(planning.prompts)
         for request in planning.prompts:
             if request.grammar is not None and request.num_computed >= request.num_prompt:
                 self._compute(planning, request)
-        for request in planning.prompts:
-            self._let_pass(planning, request)
-            if self._has_place(planning):
-                self._compute(planning, request)
+        last = [each for each in planning.prompts if self.waiting.is_last(each)]
+        for request in planning.prompts[: len(planning.prompts) - len(last)]:
+            self._go_on(planning, request)
+        self._start_waiting(planning, until_last=True)
+        for request in last:
+            self._go_on(planning, request)
+        self._start_waiting(planning)
+        self.waiting.promote(planning.spans, planning.prompts)
+
+    def _go_on(self, planning: Planning, request: Request) -> None:
+        self._let_pass(planning, request)
+        if self._has_place(planning):
+            self._compute(planning, request)
+
+    def _start_waiting(self, planning: Planning, until_last: bool = False) -> None:
+        if self.waiting and self._has_place(planning):
+            self.waiting.charge(self.running.values())
         while self.waiting and self._has_place(planning):
-            self._let_pass(planning, self.waiting.peek())
+            first = self.waiting.peek()
+            if until_last and self.waiting.is_last(first):
+                break
+            self._let_pass(planning, first)
             if not self._compute(planning, self.waiting.peek()):
                 break
 
@@ -439,7 +433,7 @@ class Scheduler(Places):
             return
         if request.id not in self.running:
             while len(self.running) >= self.max_running:
-                self._preempt(choose_preempted(list(self.running.values()), self.victims))
+                self._preempt(self._choose_preempted(self.running.values()))
             while not self._enter(planning, request, spare=0):
                 self._make_room(planning)
         planning.requests.add(request.id)  # it may preempt any other request, but not itself
@@ -457,11 +451,7 @@ class Scheduler(Places):
         shares = self.prefix_cache and request.prompt_logprobs is None
         block_size = self.allocator.block_size if shares else None
         has_room = request.id in self.parked or self.budget.can_start(planning, request, block_size)
-        if request.num_in_flight or not has_room:
-            return False
-        if request.id not in self.parked and self.tier.delays(request, planning.loads):
-            if request.id in self.tier.loading:
-                self.waiting.remove(request)
+        if not has_room or not self._may_start(planning, request):
             return False
         return self._enter(planning, request, self._spare_blocks(request) + spare)
 

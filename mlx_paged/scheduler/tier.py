@@ -50,3 +50,40 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Write what was given to :meth:`put`, then keep nothing more."""
+
+
+class NoTier:
+    """A tier that keeps nothing."""
+
+    loading: Mapping[int, Request] = {}
+    leaving: Mapping[bytes, BlockTransfer] = {}
+
+    def arrived(self, waits: bool) -> list[Request]:
+        return []
+
+    def ask(self, request: Request) -> bool:
+        return False
+
+    def delays(self, request: Request, loads: list[BlockTransfer]) -> bool:
+        return False
+
+    def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
+        return match.miss
+
+    def forget(self, request: Request) -> None:
+        pass
+
+    def copies_when_idle(self) -> list[BlockTransfer]:
+        return []
+
+    def has_more(self) -> bool:
+        return False
+
+    def put(self, copied: Sequence[BlockTransfer]) -> None:
+        pass
+
+    def metrics(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass

@@ -2,14 +2,17 @@
 
 from mlx_paged.options import Policy
 from mlx_paged.request import Request
-from mlx_paged.scheduler.policies import WaitingQueue
 from mlx_paged.scheduler.progress import Planning
+from mlx_paged.scheduler.waiting import Waiting
 
 PATIENCE = 32
 """A long prompt is overdue when its `num_overtaken` has reached this number."""
 SHARE = 64
 """The most tokens of a step that a long prompt computes beside prompts that overtake it, unless the
 long prompt is overdue."""
+KEPT = 16
+"""The first prompt of a client under `Policy.FAIR` is overtaken in up to two steps, and then in one
+of so many. A step is counted so many times: as those in which nobody overtakes, which undo it."""
 
 
 def is_overtaken(request: Request, room: int) -> bool:
@@ -27,7 +30,7 @@ class Turn:
     take all of the room. Until these prompts have their first tokens, `first` gets at most `SHARE`
     tokens of a step, so that the steps stay short. This costs `first` little time, because `first`
     goes on right after these prompts. If `first` is overtaken too often, `first` is overdue and
-    gets at least half of every step.
+    gets at least half of every step; the first prompt of a client gets all of it, see KEPT.
     """
 
     def __init__(
@@ -36,11 +39,12 @@ class Turn:
         planning: Planning,
         first: Request,  # the oldest prompt that runs, or else the first one that waits
         room: int,  # prompt tokens of `first` that the step can compute
-        waiting: WaitingQueue,
+        waiting: Waiting,
         before: list[Request],  # those that overtook in the step before
     ) -> None:
         self.overtaking: list[Request] = []  # those that :meth:`next` returned
-        self._is_overdue = first.num_overtaken >= PATIENCE
+        self._is_kept = waiting.is_first(first)
+        self._is_overdue = first.num_overtaken >= PATIENCE and not self._is_kept
         self._before = planning.work.chunk_tokens
         # The most prompt tokens of the step before those of `first` are added.
         self.limit = self._before + (room // 2 if self._is_overdue else room)
@@ -70,11 +74,15 @@ class Turn:
         if taken == self._before and not self._is_awaited:
             first.num_overtaken = max(0, first.num_overtaken - 1)
         elif not self._is_overdue:
-            first.num_overtaken += 1
+            first.num_overtaken += KEPT if self._is_kept else 1
             return min(self._before + self._room, taken + SHARE)
         return self._before + self._room
 
     def _overtakes(self, request: Request) -> bool:
         if self._by_priority and request.priority > self._first.priority:
+            return False
+        if self._waiting.is_last(request) and not self._waiting.is_last(self._first):
+            return False
+        if self._is_kept and self._first.num_overtaken > KEPT:
             return False
         return 2 * request.num_pending < self._first.num_pending

@@ -53,12 +53,14 @@ def assert_only_the_parent_is_there(model, engine: Engine, parent: int) -> None:
 
 
 BAD_OPTIONS = [
-    ({"priority": "a"}, "priority is 'a': expected a number"),
+    ({"priority": "a"}, "priority is 'a': expected a number or \"background\""),
     ({"priority": None}, "priority is None: expected a number"),
     ({"priority": True}, "priority is True: expected a number"),
     ({"priority": float("nan")}, "priority is nan: expected a number"),
     ({"cache_salt": 5}, "cache_salt is 5: expected a string"),
     ({"cache_salt": b"x"}, "cache_salt is b'x': expected a string"),
+    ({"share": "alice"}, "share is 'alice': expected a sequence of names"),
+    ({"share": ("alice", "")}, "share is .*: expected a sequence of names that are not empty"),
     ({"keep": "no"}, "keep is 'no': expected True or False"),
     ({"params": {"max_tokens": 4}}, "params is {'max_tokens': 4}: expected SamplingParams"),
     ({"params": SamplingParams(), "top_k": 3}, "both params and options"),
@@ -66,16 +68,17 @@ BAD_OPTIONS = [
     ({"max_tokens": 10**6}, "expected a shorter prompt"),
 ]
 TAKES = {
-    "add_request": {"priority", "cache_salt", "keep"},
-    "add_samples": {"priority", "cache_salt"},
-    "add_beam_search": {"priority", "cache_salt"},
+    "add_request": {"priority", "cache_salt", "share", "keep"},
+    "add_samples": {"priority", "cache_salt", "share"},
+    "add_beam_search": {"priority", "cache_salt", "share"},
     "fork": {"keep"},
 }
 BAD_CALLS = [
     (name, options, message)
     for name, takes in TAKES.items()
     for options, message in BAD_OPTIONS
-    if options.keys() <= takes or options.keys().isdisjoint({"priority", "cache_salt", "keep"})
+    if options.keys() <= takes
+    or options.keys().isdisjoint({"priority", "cache_salt", "share", "keep"})
 ]
 
 

@@ -60,7 +60,9 @@ WRITERS = {
     "known_keys": 0,
     "logprobs": 1,
     "num_accepted": 1,
+    "is_background": 0,
     "num_cached": 1,
+    "num_charged": 1,
     "num_computed": 1,
     "num_drafted": 1,
     "num_faults": 2,
@@ -82,10 +84,11 @@ WRITERS = {
     "salt": 0,
     "samples": 3,
     "seed": 0,
+    "share": 3,
     "states": 1,
     "tokens": 1,
     "top_logprobs": 1,
-    "turn_ends": 1,
+    "turn_ends": 0,
 }
 """By field of a sequence, the number of files that write the field."""
 

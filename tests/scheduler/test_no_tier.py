@@ -8,8 +8,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.scheduler import NoTier, Scheduler
-from mlx_paged.scheduler.tier import Tier
+from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.tier import NoTier, Tier
 
 VERBS = [name for name, each in vars(Tier).items() if callable(each) and not name.startswith("_")]
 

@@ -178,7 +178,9 @@ class Simulation:
         )
 
     def _options(self, salt: str) -> dict[str, Any]:
-        return {"priority": self.rng.randint(-1, 1), "cache_salt": salt}
+        share = self.rng.choice(((), ("a",), ("b",), ("b", "part"), ("c",)))
+        priority = self.rng.choice((-1, 0, 1, 1, "background"))
+        return {"priority": priority, "cache_salt": salt, "share": share}
 
     def _fork(self) -> None:
         living = [i for i, t in self.tickets.items() if self.engine.request(i) and t.beams is None]
