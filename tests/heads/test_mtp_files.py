@@ -117,6 +117,7 @@ def test_matrices_are_quantized_but_no_router(bits, tmp_path):
     found = parameters(read)
     quantized = {name.removesuffix(".scales") for name in found if name.endswith(".scales")}
     assert "layers.0.mlp.switch_mlp.up_proj" in quantized and "projection" in quantized
+    assert not {"layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate"} & quantized
     for name, array in whole.items():
         module = name.removesuffix(".weight")
         if module in quantized:
