@@ -486,6 +486,8 @@ class EngineCore(CacheControl):
             self.scheduler.release(request)
         del self._requests[request.id]
         completion = self._outputs.finish(request, reason)
+        if not request.keep_blocks:
+            request.variant = None  # steps and samplers may keep the request for a while
         self.stats.requests_finished += 1
         self.stats.cached_prompt_tokens += min(request.num_cached, request.num_prompt)
         self.stats.blocks_in_use = self.scheduler.blocks_in_use

@@ -24,7 +24,7 @@ LABELS |= {"anthropic_version", "betas"}
 """Fields that ask for nothing that would change an answer of this server."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("adapters", "draft_model"), ("default_model",)),
+    "draft_model": ("default_model",),
     **dict.fromkeys(("suffix", "grammar"), ("",)),
     **dict.fromkeys(("functions", "bad_words", "documents", "logits_processors"), ([],)),
     **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), (False,)),
@@ -156,6 +156,7 @@ def is_tool_choice(value: Any) -> bool:
 
 BOTH: dict[str, Rule] = {
     "model": ("default_model", *_TEXT),
+    "adapters": (None, *_TEXT),
     "stream": (False, *_BOOL),
     "stream_options": (
         {},

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 from urllib.parse import quote
@@ -252,8 +252,12 @@ class Answer(Reply):
 
     def _read(self, model: Model) -> list[SamplingParams]:
         """As :meth:`read`, with the server's defaults."""
-        args = self.state.args
-        return self.read(model, args, args.chat_template_args)
+        args, given = self.state.args, self.fields["adapter"]
+        read = self.read(model, args, args.chat_template_args)
+        if given is None:
+            return read
+        adapter = self.state.models.adapters.use(model.service, given)
+        return [replace(params, adapter=adapter) for params in read]
 
     def _num_scores(self, params: list[SamplingParams]) -> int:
         """Log-probabilities of tokens of the prompts that are wanted."""

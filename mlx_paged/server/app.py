@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.service import EngineService
 from mlx_paged.protocol import json_text, messages, request_body, responses
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.protocol.request_body import Refusal, refusing
@@ -47,6 +48,7 @@ LONGEST_PATH = 200  # characters of a path that an error tells
 NUM_DECODERS = 2  # threads that decode images: so many requests hold decoded ones at a time
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 TOLD = ("x-request-id", "request-id", "x-ignored-fields", "x-max-tokens", "retry-after")
 """Headers of answers that clients read, also those in web pages of other origins."""
@@ -73,9 +75,11 @@ FOR_TEXTS = ("/tokenize", "/detokenize", "/v1/estimate")
 
 def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     """The ASGI application that serves `models`."""
+    changing = (LOAD_ADAPTER, UNLOAD_ADAPTER) if args.adapters_dir is not None else ()
     app = Starlette(
         routes=[
             *(Route(path, _complete, methods=["POST"]) for path in APIS),
+            *(Route(path, _change_adapters, methods=["POST"]) for path in changing),
             Route("/v1/models", _list_models),
             Route("/v1/models/{name:path}", _list_models),
             *(Route(path, _health) for path in ("/health", "/ready")),
@@ -271,7 +275,13 @@ async def _complete(request: Request) -> Answer | Response:
         _check_count(fields, args)
     if any(has_image(message.get("content")) for message in fields.get("messages", ())):
         threads = state.images
-    path = await asyncio.to_thread(models.names.path, fields["model"])
+    name, adapter = models.adapters.asked(fields, models.names.served)
+    path = await asyncio.to_thread(models.names.path, name)
+    if adapter is not None and path != models.names.default:
+        expected = f"expected the model {models.names.served[0]}"
+        message = f"adapter {adapter!r:.200} is not served with {name!r:.200}: {expected}"
+        raise Refusal(404, message, "model_not_found", "model")
+    fields["adapter"] = adapter
     answer = APIS[url][0](
         state=state, path=path, fields=fields, arrived=arrived, threads=threads, share=share
     )
@@ -309,13 +319,43 @@ async def _list_models(request: Request) -> Response:
             return own | {"type": "model", "display_name": name, "created_at": since}
         return own | {"object": "model", "created": state.created, "owned_by": "mlx_paged"}
 
+    parent = state.models.names.served[0]
+
+    def adapters() -> dict[str, dict[str, Any]]:
+        limit = state.models.limit_of(parent)
+        own = state.models.adapters.listed()
+        return {a.name: entry(a.name, limit) | {"root": a.root, "parent": parent} for a in own}
+
+    found = await asyncio.to_thread(adapters) if state.args.adapters else {}
     if name is not None:
+        if name in found and name not in state.models.names.served:
+            return JsonAnswer(found[name])
         return JsonAnswer(entry(name, await asyncio.to_thread(state.models.limit_of, name)))
     listed = await asyncio.to_thread(state.models.listed)
-    names = list(listed)
+    entries = found | {each: entry(each, limit) for each, limit in listed.items()}
+    names = [*listed, *(each for each in found if each not in listed)]
     ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
     others = ends if is_anthropics else {"object": "list"}
-    return JsonAnswer({"data": [entry(*each) for each in listed.items()]} | others)
+    return JsonAnswer({"data": [entries[each] for each in names]} | others)
+
+
+async def _change_adapters(request: Request) -> Response:
+    """Load an adapter, or take its name away, as vLLM does."""
+    state, loads = request.app.state, request.scope["path"] == LOAD_ADAPTER
+    models: Models = state.models
+    raw = await bodies.read(request, state.args.max_request_bytes)
+    with refusing():
+        body = json_text.parse(raw)
+
+    def change(service: EngineService) -> str:
+        with refusing():
+            if loads:
+                return models.adapters.load_named(service, body, models.names.served)
+            return models.adapters.unload_named(service, body)
+
+    async with models.use(models.names.default, 0) as model:
+        name = await asyncio.to_thread(change, model.service)
+    return JsonAnswer({"name": name, "status": "loaded" if loads else "unloaded"})
 
 
 async def _health(request: Request) -> Response:

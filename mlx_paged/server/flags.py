@@ -74,6 +74,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "model": (
         *cli.MODEL,
         VISION,
+        ("--adapters-dir", str, None, "DIR", "folder of adapters that requests may name"),
         ("--served-model-name", _names, None, "NAMES", "names of --model, comma-separated"),
         ("--max-models", COUNT_OR_NONE, 1, "N", "models in memory, with --model; 0: no others"),
         ("--models-dir", str, None, "DIR", "folder of models that requests may name"),

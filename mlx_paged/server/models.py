@@ -16,6 +16,7 @@ from mlx_paged.runner.positions import positions
 from mlx_paged.server import loaded_model, model_files
 from mlx_paged.server.loaded_model import LoadingThread, Model
 from mlx_paged.server.model_names import ModelNames
+from mlx_paged.server.served_adapters import ServedAdapters
 
 LOGGER = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Models:
         self.args = args
         self.loaded: dict[str, Model] = {}
         self.names = ModelNames(args)
+        self.adapters = ServedAdapters(args)
         self._limits: dict[str, int] = {}  # `max_context` of models that were loaded, by path
         self._thread = LoadingThread()
         self._turn = asyncio.Lock()  # held while a model is loaded or unloaded

@@ -25,7 +25,8 @@ REQUESTS = {
 COMMAND = {"cli", "launched", "loading", "model_folders", "starting"}
 MAY_IMPORT = {
     "server": {
-        *("protocol", "formats", "engine", "vision", "runner", "metrics", "kv", "tensor_files"),
+        *("adapters", "protocol", "formats", "engine", "vision", "runner", "metrics", "kv"),
+        "tensor_files",
         *COMMAND,
         *REQUESTS,
     },

@@ -89,6 +89,7 @@ WRITERS = {
     "tokens": 1,
     "top_logprobs": 1,
     "turn_ends": 0,
+    "variant": 1,
 }
 """By field of a sequence, the number of files that write the field."""
 

@@ -87,7 +87,6 @@ BAD_BODIES = {
         "stream_options: expected",
     ),
     "stream_options": ({"prompt": "a", "stream_options": 1}, "stream_options: expected"),
-    "adapters": ({"prompt": "a", "adapters": "/etc"}, "adapters: expected 'default_model'"),
     "too long": ({"prompt": [5] * 2048, "max_tokens": 1}, "maximum context length is 2048 tokens"),
     "no role": ({"messages": [{"content": "a"}]}, "messages[0].role: expected"),
     "no messages": ({"messages": []}, "messages: expected a list"),

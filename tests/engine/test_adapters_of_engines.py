@@ -1,0 +1,230 @@
+"""Adapters come, change and go while requests run; K/V of one is never that of another."""
+
+import gc
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import Engine, SamplingParams
+from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
+from tests.support.models.architectures import VOCAB, build
+
+PROMPT = [5, 9, 2, 41, 7, 8, 3, 60, 22, 1, 4, 11]
+TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    top = tmp_path_factory.mktemp("adapters")
+    return {
+        name: write_adapter(top / name, random_arrays(build("llama"), seed, rank=rank), rank=rank)
+        for seed, (name, rank) in enumerate({"a": 4, "b": 4, "c": 12, "d": 3}.items())
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(folders):
+    """mlx-lm's tokens with one adapter."""
+
+    models = {name: with_adapter(build("llama"), folders.get(name)) for name in (None, *folders)}
+
+    @cache
+    def tokens(name, prompt):
+        return greedy(models[name], list(prompt), TOKENS)
+
+    def of(name, prompt=PROMPT):
+        return tokens(name, tuple(prompt))
+
+    assert len({tuple(of(name)) for name in (None, *folders)}) == 5
+    return of
+
+
+def made(**options):
+    return Engine(build("llama"), **({"block_size": 4, "num_blocks": 96, "adapters": {}} | options))
+
+
+def tokens_of(engine, adapter, prompt=PROMPT, **options):
+    return engine.generate([prompt], max_tokens=TOKENS, adapter=adapter, **options)[0].tokens
+
+
+def test_adapters_never_share_blocks(folders, alone):
+    engine = made(adapters=folders)
+    for name in (None, "a", "b", None, "b"):
+        done = engine.generate([PROMPT], max_tokens=TOKENS, adapter=name)[0]
+        assert done.tokens == alone(name), name
+    assert done.cached_prompt_tokens > 0
+    engine.load_adapter("again", folders["b"])
+    done = engine.generate([PROMPT], max_tokens=TOKENS, adapter="again")[0]
+    assert done.cached_prompt_tokens > 0 and done.tokens == alone("b")
+
+
+def test_rows_without_an_adapter_have_their_bits(folders):
+    def logprobs(adapters):
+        engine = made(adapters=folders)
+        params = [SamplingParams(max_tokens=TOKENS, logprobs=VOCAB, adapter=a) for a in adapters]
+        return engine.generate([PROMPT[i:] for i in range(len(params))], params)
+
+    plain = Engine(build("llama"), block_size=4, num_blocks=96)
+    expected = plain.generate([PROMPT[:], PROMPT[1:]], max_tokens=TOKENS, logprobs=VOCAB)
+    mixed = logprobs([None, None, "a", "c", "b"])
+    for ours, theirs in zip(mixed[:2], expected, strict=True):
+        assert ours.tokens == theirs.tokens and ours.top_logprobs == theirs.top_logprobs
+
+
+def test_a_request_keeps_its_version(folders, alone):
+    engine = made()
+    engine.load_adapter("x", folders["a"])
+    first = engine.add_request(PROMPT, max_tokens=TOKENS, adapter="x")
+    engine.step()
+    before = engine.adapters["x"].version
+    engine.load_adapter("x", folders["b"])
+    second = engine.add_request(PROMPT, max_tokens=TOKENS, adapter="x")
+    engine.step()
+    engine.unload_adapter("x")
+    with pytest.raises(ValueError, match="adapter is 'x': expected one of none"):
+        engine.add_request(PROMPT, adapter="x")
+    with pytest.raises(ValueError, match="name is 'x': expected one of none"):
+        engine.unload_adapter("x")
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+    assert [done[i].tokens for i in (first, second)] == [alone("a"), alone("b")]
+    assert done[first].adapter_version == before != done[second].adapter_version
+    engine.settle()
+    gc.collect()
+    assert engine._models.adapters.num_alive == 0
+
+
+def test_adapters_are_evicted_by_use_and_read_again(folders, alone):
+    one = made(adapters=folders)._models.adapters
+    size = max(adapter.num_bytes for adapter in one.named.values())
+    engine = made(adapters=folders, adapter_memory=2 * size)
+    store = engine._models.adapters
+    for name in ("a", "b", "c", "d", "a", "c", "b"):
+        assert tokens_of(engine, name) == alone(name)
+        assert store.num_bytes <= 2 * size
+    assert store.loads > 4
+    names = [*folders, None, *folders]
+    params = [SamplingParams(max_tokens=TOKENS, adapter=name) for name in names]
+    done = engine.generate([PROMPT] * len(names), params)  # more than the budget, in one step
+    assert [each.tokens for each in done] == [alone(name) for name in names]
+    with pytest.raises(ValueError, match="expected at most adapter_memory"):
+        made(adapters={"a": folders["a"]}, adapter_memory=1000)
+
+
+def test_a_folder_that_changes_ends_only_its_requests(folders, alone, tmp_path):
+    arrays = random_arrays(build("llama"), 0)
+    engine = made()
+    engine.load_adapter("x", write_adapter(tmp_path / "x", arrays))
+    engine.load_adapter("a", folders["a"])
+    write_adapter(tmp_path / "x", {k: 2 * v for k, v in arrays.items()})
+    params = [SamplingParams(max_tokens=TOKENS, adapter=name) for name in ("x", "a", None)]
+    done = engine.generate([PROMPT] * 3, params)
+    assert "has changed" in done[0].error
+    assert [each.tokens for each in done[1:]] == [alone("a"), alone(None)]
+    engine.manager.check_integrity()
+
+
+def test_forks_and_beams_inherit(folders, alone):
+    engine = made(adapters=folders)
+    parent = engine.add_request(PROMPT, max_tokens=4, adapter="a", keep=True)
+    while engine.has_work:
+        engine.step()
+    child = engine.fork(parent, [3, 4], max_tokens=TOKENS)
+    with pytest.raises(ValueError, match="adapter is 'b': expected None, or that"):
+        engine.fork(parent, max_tokens=3, adapter="b")
+    while engine.has_work:
+        found = [o.completion for o in engine.step() if o.completion]
+    prompt = PROMPT + alone("a")[:4] + [3, 4]
+    assert found[-1].request_id == child and found[-1].tokens == alone("a", prompt)
+    best = engine.beam_search(PROMPT, 1, max_tokens=TOKENS, adapter="c")
+    assert best.tokens == alone("c")
+    assert [c.tokens for c in engine.sample([PROMPT], 2, max_tokens=4, adapter="b", temperature=0.1,
+            top_k=1)[0]] == [alone("b")[:4]] * 2  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"speculate": "ngram"}, {"draft_model": "llama"}])
+def test_drafts_stay_exact(folders, alone, options):
+    if "draft_model" in options:
+        options = {"draft_model": build("llama", seed=1)}
+    engine = made(adapters=folders, **options)
+    prompt = PROMPT * 3
+    params = [SamplingParams(max_tokens=TOKENS, adapter=name) for name in ("a", None, "c")]
+    done = engine.generate([prompt] * 3, params)
+    assert [each.tokens for each in done] == [alone(n, prompt) for n in ("a", None, "c")]
+
+
+def test_updates_change_new_requests(folders):
+    engine, model = made(), build("llama")
+    arrays = random_arrays(model, 5)
+    expected = []
+    for factor in (1.0, 2.0):
+        now = {name: factor * each for name, each in arrays.items()}
+        model.load_weights(list(now.items()), strict=False)
+        version = engine.update_adapter("p", now, scale=4.0 if factor == 1 else None).version
+        expected.append(greedy(model, PROMPT, TOKENS))
+        done = engine.generate([PROMPT], max_tokens=TOKENS, adapter="p")[0]
+        assert done.tokens == expected[-1] and done.adapter_version == version
+        assert done.cached_prompt_tokens == 0
+    assert expected[0] != expected[1]
+    running = engine.add_request(PROMPT, max_tokens=50, adapter="p")
+    other = engine.add_request(PROMPT, max_tokens=TOKENS)
+    engine.step()
+    engine.update_adapter("p", arrays, end_requests=True)
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+    assert done[running].finish_reason == "abort" and len(done[running].tokens) < 50
+    assert done[other].tokens == greedy(build("llama"), PROMPT, TOKENS)
+    with pytest.raises(ValueError, match="scale is None: expected the scale of a new adapter"):
+        engine.update_adapter("q", arrays)
+    with pytest.raises(ValueError, match="no linear layer"):
+        engine.update_adapter("p", arrays | {"x.lora_a": mx.zeros((2, 2))})
+    with pytest.raises(ValueError, match="scale is nan"):
+        engine.update_adapter("p", arrays, scale=float("nan"))
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("seed", range(120))
+def test_random_adapters_loads_and_unloads(seed, folders, alone):
+    """Every completion has the tokens of the version that it names; nothing leaks."""
+    rng = np.random.default_rng(seed)
+    sizes = [adapter.num_bytes for adapter in made(adapters=folders).adapters.values()]
+    options = {"adapter_memory": int(rng.integers(max(sizes), 3 * max(sizes)))}
+    options |= {"num_blocks": int(rng.integers(24, 60)), "compile": bool(seed % 2)}
+    options |= {"max_running": int(rng.integers(1, 7)), "prefill_chunk": int(rng.integers(3, 20))}
+    engine = made(**options)
+    asked, done, content = {}, {}, {}
+    for _ in range(60):
+        call = rng.integers(6)
+        name, folder = f"n{rng.integers(3)}", rng.choice(list(folders))
+        if call == 0:
+            content[name] = folder
+            engine.load_adapter(name, folders[folder])
+        elif call == 1 and name in content:
+            engine.unload_adapter(name)
+            del content[name]
+        elif call == 2 or not engine.has_work:
+            adapter = name if name in content else None
+            start = int(rng.integers(len(PROMPT) - 2))
+            request = engine.add_request(PROMPT[start:], max_tokens=TOKENS, adapter=adapter)
+            asked[request] = content.get(adapter), start
+        elif call == 3 and asked:
+            engine.abort(int(rng.choice(list(asked))))
+        else:
+            done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+    for request, completion in done.items():
+        folder, start = asked[request]
+        assert completion.error is None
+        assert completion.tokens == alone(folder, PROMPT[start:])
+    engine.manager.check_integrity()
+    for name in content:
+        engine.unload_adapter(name)
+    engine.settle()
+    gc.collect()
+    assert engine._models.adapters.num_alive == 0
+    assert engine.manager.blocks_in_use == 0
