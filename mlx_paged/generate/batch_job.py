@@ -27,6 +27,7 @@ from mlx_paged.protocol.model_paths import DEFAULT, is_last_part_of, is_path_of
 from mlx_paged.protocol.model_traits import ModelTraits, format_of, traits_of
 from mlx_paged.protocol.replies import Reply, ResponseReply
 from mlx_paged.protocol.request_body import Refusal
+from mlx_paged.request import BACKGROUND
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.host import image_processor
 
@@ -222,8 +223,9 @@ def make_batch_job(number: int, spec: PromptSpec, model: BatchModel) -> BatchJob
 
 def _encode(number: int, line: BatchLine, reply: Reply, model: BatchModel) -> None:
     fields, args, traits = line.fields, model.args, model.traits
-    if fields["priority"] and args.policy != "priority":
-        raise ValueError("priority: expected 0, for the command runs without --policy priority")
+    if fields["priority"] not in (0, BACKGROUND) and args.policy != "priority":
+        expected = 'expected 0 or "background", for the command runs without --policy priority'
+        raise ValueError(f"priority: {expected}")
     model.check_name(fields["model"])
     if args.seed is not None and fields.get("seed") is None:
         fields["seed"] = seed_of(args.seed, number)

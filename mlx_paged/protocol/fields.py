@@ -5,6 +5,7 @@ from typing import Any
 
 from mlx_paged.arguments import is_count
 from mlx_paged.protocol import constraints
+from mlx_paged.request import BACKGROUND
 from mlx_paged.sampling_params import WEEK, is_within
 
 Fields = dict[str, Any]
@@ -17,6 +18,9 @@ SAMPLING = (
     *("presence_context_size", "frequency_penalty", "frequency_context_size", "ignore_eos"),
 )
 """Fields that are options of SamplingParams, which checks them."""
+
+FLEX = "flex"
+"""The `service_tier` of a request of the background."""
 
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "num_draft_tokens"}
 LABELS |= {"client_metadata", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
@@ -54,7 +58,7 @@ OWN: dict[str, set[str]] = {
 
 ASIDE: dict[str, tuple[Any, ...]] = {
     "store": (False,),
-    "service_tier": ("auto", "default", "standard_only"),
+    "service_tier": ("auto", "default", "standard_only", FLEX),
     "truncation": ("disabled",),
     "speed": ("standard",),
     "verbosity": ("medium",),
@@ -179,8 +183,8 @@ BOTH: dict[str, Rule] = {
     ),
     "priority": (
         0,
-        lambda value: type(value) is int and abs(value) < 2**31,
-        "an integer above -2147483648 and below 2147483648",
+        lambda value: (type(value) is int and abs(value) < 2**31) or value == BACKGROUND,
+        'an integer above -2147483648 and below 2147483648, or "background"',
     ),
     "cache_salt": ("", *_TEXT),
     "cache": ({}, is_cache, f'an object with retain: "pin", "drop" or seconds from 0 to {WEEK}'),

@@ -15,6 +15,7 @@ from mlx_paged.protocol.fields import (
     BOTH,
     CHAT,
     CONSTRAINTS,
+    FLEX,
     LABELS,
     ONLY,
     RANGES,
@@ -28,7 +29,7 @@ from mlx_paged.protocol.fields import (
 )
 from mlx_paged.protocol.images import image_part, joined, of_result
 from mlx_paged.protocol.json_text import check_fields
-from mlx_paged.request import PoolShrunkError
+from mlx_paged.request import BACKGROUND, PoolShrunkError
 from mlx_paged.sampling_params import CompilerBusy
 from mlx_paged.vision.images import has_image, is_image, parts_of
 
@@ -128,12 +129,14 @@ of "context"."""
 LONGEST = 24  # characters of such a name
 MAX_KEYS = 1000  # other names that all messages may have, and arguments of a template
 LONGEST_NAME = 80  # characters of an unknown field's name that are told
+LONGEST_USER = 256  # characters of a user's name that count
 LEAST_PENALTY = 0.01  # divides logits, which would leave the range of float32
 MAX_BIASES = 1 << 16  # entries of `logit_bias`, whose keys become integers
 
 
 def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
     """The known fields with defaults for missing ones, and the names of fields that are ignored.
+    `user` becomes the name of the client's user, or "".
     `constraint` becomes what the text must follow, as an option of SamplingParams, `constrained_by`
     the name of the field that asks for it; `must_call`
     whether a tool must be called, and `tool_name` which one, or None; `allowed` the
@@ -158,8 +161,17 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
         elif name not in ONLY and value not in ASIDE.get(name, ()):
             unknown.append(name[:LONGEST_NAME])
     fields["constrained_by"], fields["constraint"] = constraints.of_fields(body)
+    if body.get("service_tier") == FLEX:
+        fields["priority"] = BACKGROUND
+    fields["user"] = _user(body)
     _adapt(fields, max_samples)
     return fields, sorted(unknown)
+
+
+def _user(body: Fields) -> str:
+    """The name of the client's user, cut to a length; "": the request has none."""
+    names = (body.get(name) for name in ("safety_identifier", "user"))
+    return next((name[:LONGEST_USER] for name in names if isinstance(name, str) and name), "")
 
 
 def _adapt(fields: Fields, max_samples: int) -> None:

@@ -270,7 +270,7 @@ class Answer(Reply):
     ) -> list[Ticket]:
         """Add the prompts from `first` up to `last` to the engine."""
         fields, given = self.fields, self.prompts[first:last]
-        options = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
+        options = {name: fields[name] for name in ("priority", "cache_salt", "share")}
 
         def add(engine: Engine) -> list[int]:
             ids: list[int] = []

@@ -25,6 +25,7 @@ from mlx_paged.engine.service import EngineService
 from mlx_paged.protocol import json_text, messages, request_body, responses
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.protocol.request_body import Refusal, refusing
+from mlx_paged.request import BACKGROUND
 from mlx_paged.server import bodies, heap, keys, workers
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
@@ -232,8 +233,19 @@ def _check_key(request: Request, known: keys.Keys) -> None:
     name = keys.name_of(known, (token, request.headers.get("x-api-key", token)))
     if name is None and request.scope["path"] not in OPEN:
         raise Refusal(401, "no valid API key was given", "invalid_api_key")
+    if name is not None:
+        request.scope["state"]["key"] = name
     if name:
         record_of(request.scope).parts.append(f"key {name}")
+
+
+def _share(request: Request, fields: Fields) -> tuple[str, ...]:
+    """Who takes turns with others under --policy fair: the key's clients, then salts, then users,
+    as far as the request has them."""
+    of_key = request.scope["state"].get("key")
+    names = [] if of_key is None else [f"key {of_key}"]
+    parts = {"salt": fields["cache_salt"], "user": fields["user"]}
+    return *names, *(f"{kind} {name}" for kind, name in parts.items() if name)
 
 
 def _check_kind(request: Request) -> None:
@@ -267,8 +279,10 @@ async def _complete(request: Request) -> Answer | Response:
     share.grow(marks * PART_BYTES, "the body", 413)
     with refusing(APIS[url][0].names):
         fields, unknown = await run(threads, _fields, raw, url, args.max_samples)
-        if fields["priority"] and args.policy != "priority":
-            raise ValueError("priority: expected 0, for the server runs without --policy priority")
+        if fields["priority"] not in (0, BACKGROUND) and args.policy != "priority":
+            expected = 'expected 0 or "background", for the server runs without --policy priority'
+            raise ValueError(f"priority: {expected}")
+        fields["share"] = _share(request, fields)
         if fields["max_tokens"] == AS_MANY_AS_FIT and args.strict_fields:
             name = "max_completion_tokens" if fields["max_completion_tokens"] else "max_tokens"
             raise ValueError(f"{name}: expected an integer >= 1, got {AS_MANY_AS_FIT}")

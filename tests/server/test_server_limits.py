@@ -208,10 +208,10 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
 
 
 def test_fields_that_change_no_answer_are_ignored_and_named(server):
-    fields = {"store": True, "service_tier": "flex"}
+    fields = {"store": True, "service_tier": "scale"}
     status, headers, _ = post(server, CHAT | fields, "/v1/chat/completions")
     assert (status, headers["x-ignored-fields"]) == (200, "service_tier, store")
-    fields = {"store": False, "service_tier": "auto"}
+    fields = {"store": False, "service_tier": "flex", "priority": "background"}
     status, headers, _ = post(server, CHAT | fields, "/v1/chat/completions")
     assert status == 200 and "x-ignored-fields" not in headers
 
