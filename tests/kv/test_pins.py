@@ -178,3 +178,11 @@ def test_the_few_tokens_at_the_end_that_are_never_known_are_not_missed():
         allocator.free(i)
         assert allocator.retention.pin(text, b"", FOREVER) == Pinned(32)
     assert allocator.retention.pin([*text, 1], b"", FOREVER) == Pinned(32, "not_cached")
+
+
+def test_what_another_text_continues_is_not_forgotten():
+    pool, other = Pool(), [*CHAT[:16], 91, 92, 93, 94]
+    pool.say(other)
+    pool.say(CHAT)
+    assert retention(pool).forget(CHAT, b"") == len(CHAT) - 16
+    assert pool.knows(other) == len(other)
