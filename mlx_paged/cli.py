@@ -221,7 +221,8 @@ def engine_flags(stall: Flag | None = None) -> list[Flag]:
         *((flag, _only(n), n, "N", f"only {n} is accepted") for flag, n in QUANTIZATION.items()),
         stall or flag_of("max_stall_ms"),
         *map(flag_of, ("policy", "preempt", "compile", "cpu_linear", "cascade", "prefix_cache")),
-        *map(flag_of, ("kv_disk", "kv_disk_gb", "speculate", "draft_model", "num_draft_tokens")),
+        *map(flag_of, ("kv_disk", "kv_disk_gb", "speculate")),
+        *map(flag_of, ("draft_model", "draft_head", "num_draft_tokens")),
         *map(flag_of, ("adapters", "adapter_memory")),
     ]
 
@@ -246,10 +247,16 @@ def demo_model_path() -> Path:
 def check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError if flags of models and of the engine exclude each other, or if a model, an
     adapter or a directory that they name cannot be right."""
-    if args.speculate is not None and args.draft_model is not None:
-        raise ValueError("--speculate is given beside --draft-model: expected one of them")
-    if args.num_draft_tokens != DEFAULTS["num_draft_tokens"] and args.draft_model is None:
-        raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
+    guessers = ("speculate", "draft_model", "draft_head")
+    given = [f"--{name.replace('_', '-')}" for name in guessers if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} is given beside {given[1]}: expected one of them")
+    if args.num_draft_tokens != DEFAULTS["num_draft_tokens"] and given in ([], ["--speculate"]):
+        raise ValueError(
+            "--num-draft-tokens is given: expected --draft-model or --draft-head beside it"
+        )
+    if args.draft_head is not None and not Path(args.draft_head).exists():
+        raise ValueError(f"--draft-head {args.draft_head}: no such file or directory")
     if args.kv_disk_gb is not None and args.kv_disk is None:
         raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
     if args.kv_disk is not None and Path(args.kv_disk).is_file():

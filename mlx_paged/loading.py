@@ -45,8 +45,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def of_another_model(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of a command for another model than that of ``--model``, to which the adapter,
-    the draft model and the directory of K/V belong."""
-    own = ("adapter_path", "adapters", "draft_model", "kv_disk", "kv_disk_gb")
+    the draft model, the head and the directory of K/V belong."""
+    own = ("adapter_path", "adapters", "draft_model", "draft_head", "kv_disk", "kv_disk_gb")
     num_draft_tokens = DEFAULTS["num_draft_tokens"]
     others = dict.fromkeys(own) | {"num_draft_tokens": num_draft_tokens}
     return argparse.Namespace(**vars(args) | others)

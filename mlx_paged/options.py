@@ -350,10 +350,16 @@ class EngineConfig(PoolConfig):
         " a part of `kv_memory`, or has as many blocks as `num_blocks` says.",
         OptionFlag("--draft-model", "speculative decoding with this smaller model", "PATH"),
     )
+    draft_head: str | PathLike[str] | None = option(
+        None,
+        Path(),
+        "a folder with a head of this model, which guesses instead (docs/speculation.md).",
+        OptionFlag("--draft-head", "speculative decoding with this head of the model", "PATH"),
+    )
     num_draft_tokens: int = option(
         3,
         Whole(1, MAX_DRAFTS),
-        "the largest number of tokens that a draft model guesses for a request in a step.",
+        "the largest number of tokens that a draft model or head guesses for a request in a step.",
         OptionFlag("--num-draft-tokens", "draft tokens of a request per step", "N"),
     )
     profile: bool = option(
@@ -398,6 +404,14 @@ class EngineConfig(PoolConfig):
         super().__post_init__()
         is_one = self.speculate is None or self.draft_model is None
         require(is_one, "Engine", "speculate", self.speculate, GUESSER)
+        is_alone = self.speculate is None and self.draft_model is None
+        require(
+            self.draft_head is None or is_alone,
+            "Engine",
+            "draft_head",
+            self.draft_head,
+            "None beside speculate or draft_model",
+        )
         if self.profile:  # the phases of a compiled step cannot be told apart
             object.__setattr__(self, "compile", False)
             object.__setattr__(self, "lookahead", False)

@@ -52,9 +52,13 @@ class Feature:
 
 FEATURES = {
     "drafts": Feature(
-        ("scheduler/speculation.py", "scheduler/ngram.py", "runner/draft_model.py"),
+        (
+            *("scheduler/speculation.py", "scheduler/ngram.py", "runner/draft_model.py"),
+            *("runner/pooled_drafter.py", "runner/head_drafter.py", "runner/head_model.py"),
+            "runner/kept_states.py",
+        ),
         ("*draft*", "*speculat*", "*ngram*", "num_accepted", "*proposal*"),
-        at_home=("scheduler/progress.py", "scheduler/proposals.py"),
+        at_home=("scheduler/progress.py", "scheduler/proposals.py", "heads"),
     ),
     # Tokens after a request's own, for which the sampler has rows. Who guessed them it cannot know.
     "beyond": Feature(("sampling/penalties.py",), ("*beyond*",)),
@@ -96,7 +100,9 @@ FEATURES = {
         ),
         at_home=("scheduler/progress.py",),
     ),
-    "windows": Feature((), ("*window*",), at_home=("kv/layer_groups.py", "kv/layer_kinds.py")),
+    "windows": Feature(
+        (), ("*window*",), at_home=(*("kv/layer_groups.py", "kv/layer_kinds.py"), "heads/eagle3.py")
+    ),
     "cascade": Feature((), ("*cascade*", "shared_keys"), at_home=("attention",)),
     "compiled": Feature(
         ("runner/compiled_decode.py",),

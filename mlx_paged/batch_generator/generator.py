@@ -98,7 +98,7 @@ class BatchGenerator:
             known = ENGINE_OPTIONS if name not in OWN_NAMES else ()
             raise TypeError(unexpected("BatchGenerator", name, known))
         require_model("BatchGenerator", "model", model)
-        for name in ("speculate", "draft_model"):
+        for name in ("speculate", "draft_model", "draft_head"):
             given = engine_options.get(name)
             require(given is None, "BatchGenerator", name, given, "None")
         has_effect = max_kv_size is not None and not hasattr(model, "make_cache")

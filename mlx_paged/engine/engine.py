@@ -82,8 +82,9 @@ class Engine(ModelCore):
             sequence at a time compute no guesses.
         draft_model: a smaller mlx-lm model with the same vocabulary, which guesses tokens instead.
             Its pool is a part of `kv_memory`, or has as many blocks as `num_blocks` says.
-        num_draft_tokens: the largest number of tokens that a draft model guesses for a request in a
-            step.
+        draft_head: a folder with a head of this model, which guesses instead (docs/speculation.md).
+        num_draft_tokens: the largest number of tokens that a draft model or head guesses for a
+            request in a step.
         compile: compute the steps that only decode by graphs that MLX has traced before, if it can
             (docs/compiled-decodes.md). None: if they take less time: measured now.
         cpu_linear: compute linear layers on a CPU by this package's kernels (docs/cpu-linear.md).
@@ -137,6 +138,7 @@ class Engine(ModelCore):
         prewarm: bool | None = True,
         speculate: str | None = None,
         draft_model: nn.Module | None = None,
+        draft_head: str | PathLike[str] | None = None,
         num_draft_tokens: int = 3,
         compile: bool | None = None,
         cpu_linear: bool | None = None,
@@ -175,6 +177,7 @@ class Engine(ModelCore):
             prewarm=prewarm,
             speculate=speculate,
             draft_model=draft_model,
+            draft_head=draft_head,
             num_draft_tokens=num_draft_tokens,
             compile=compile,
             cpu_linear=cpu_linear,
@@ -188,8 +191,6 @@ class Engine(ModelCore):
             kv_disk_gb=kv_disk_gb,
             model_files=model_files,
         )
-        if draft_model is not None:
-            require_model("Engine", "draft_model", draft_model)
         parts = EngineParts.of(model, tokenizer, config)
         traits = parts.models.pooled.profile
         super().__init__(
@@ -202,8 +203,8 @@ class Engine(ModelCore):
             # Without mixed steps, several tokens of a request at once would need a forward each.
             fast_forward=traits.batching is Batching.MIXED,
         )
-        self._encode.positions = positions_of(model)
-        self.prewarm = config.prewarm
+        parts.models.watch(self.observers)
+        self._encode.positions, self.prewarm = positions_of(model), config.prewarm
         watch_memory(self._pipeline, parts, self._requests.values)
         # The last attribute: MLX's limits are restored after the arrays of a step are gone.
         self._holders = [each.holder for each in parts.models.limits]

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from mlx_paged.adapters.store import AdapterStore
 from mlx_paged.arguments import GB, require
 from mlx_paged.engine.text import Tokenizer
+from mlx_paged.heads.opening import open_head
 from mlx_paged.kv.limits import HeldLimits
 from mlx_paged.kv.memory import MemoryBudget, gpu_memory
 from mlx_paged.kv_disk.opening import open_tier
@@ -21,13 +22,19 @@ from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
 from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
+from mlx_paged.runner.head_drafter import HeadDrafter, head_model, probed_head
+from mlx_paged.runner.head_model import HeadModel
+from mlx_paged.runner.launched_step import LaunchedStep
+from mlx_paged.runner.model_probe import require_model
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.pooled_drafter import PooledDrafter
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.runner.ranks import LeadingRunner, Ranks
 from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.scheduler import PredictSeconds, Scheduler
 from mlx_paged.scheduler.speculation import Drafter, Speculation
+from mlx_paged.scheduler.step import Observers
 from mlx_paged.scheduler.tier import Tier
 
 DRAFTERS = {"ngram": NgramDrafter}
@@ -55,16 +62,26 @@ class EngineModels:
         `phases` each phase of a step is timed."""
         ranks = Ranks.of(model)
         if ranks is not None:
-            for name in ("kv_disk", "adapters"):
+            for name in ("kv_disk", "adapters", "draft_head"):
                 is_given = getattr(config, name) is not None
                 require(not is_given, "Engine", name, getattr(config, name), "None on ranks")
         adapters = AdapterStore.of(model, config)
+        if config.draft_model is not None:
+            require_model("Engine", "draft_model", config.draft_model)
         profile = probed(model, config)
         draft_model = config.draft_model if can_draft(profile) else None
         of_draft = None if draft_model is None else probed_draft(profile, draft_model)
+        head: HeadModel | None = None
+        if config.draft_head is not None and can_draft(profile):
+            opened = open_head(config.draft_head, model)
+            head = head_model(opened, model, profile.logit_columns)
+            of_draft = probed_head(head)
         compiles = config.prewarm is not False
         measured = MeasuredModel.of(model, profile, config, of_draft, compiles)
+        make_runner: Callable[..., ModelRunner]
         make_runner = ModelRunner if phases is None else partial(ProfilingRunner, phases)
+        if head is not None:
+            make_runner = partial(make_runner, reads_states=head.head.states)
         runner: ModelRunner | LeadingRunner
         if ranks is None:
             pooled = PooledModel(measured, make_runner)
@@ -72,7 +89,9 @@ class EngineModels:
         else:
             pooled, runner = ranks.pooled(measured, make_runner)
         drafter: Drafter | None = None
-        if draft_model is not None and of_draft is not None:
+        if head is not None and of_draft is not None:
+            drafter = HeadDrafter.beside(pooled, head, of_draft, config.num_draft_tokens)
+        elif draft_model is not None and of_draft is not None:
             drafter = DraftModel.beside(pooled, draft_model, of_draft, config.num_draft_tokens)
         elif config.speculate is not None and can_draft(profile):
             drafter = DRAFTERS[config.speculate]()
@@ -82,9 +101,9 @@ class EngineModels:
 
     @property
     def both(self) -> list[PooledModel]:
-        """The model, and the draft model if there is one."""
+        """The model, and the draft model or the head if there is one."""
         drafter = self.drafter
-        return [self.pooled, *([drafter.pooled] if isinstance(drafter, DraftModel) else [])]
+        return [self.pooled, *([drafter.pooled] if isinstance(drafter, PooledDrafter) else [])]
 
     @property
     def resizable(self) -> ModelRunner | None:
@@ -97,7 +116,12 @@ class EngineModels:
     def beside(self) -> list[Callable[[int], None]]:
         """What follows a new size of the model's pool."""
         drafter, width = self.drafter, self.pooled.plan.width
-        return [lambda n: drafter.resize(n // width)] if isinstance(drafter, DraftModel) else []
+        return [lambda n: drafter.resize(n // width)] if isinstance(drafter, PooledDrafter) else []
+
+    def watch(self, observers: Observers[LaunchedStep]) -> None:
+        """Give a head the hidden states of the steps."""
+        if isinstance(self.drafter, HeadDrafter):
+            observers.settled.append(self.drafter.settled)
 
     @property
     def limits(self) -> list[HeldLimits]:

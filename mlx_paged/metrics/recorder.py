@@ -327,6 +327,7 @@ class TickRecorder:
         stats.prefix_hit_tokens = levels.prefix_hit_tokens
         stats.drafts = levels.drafts
         stats.accepted_drafts = levels.accepted_drafts
+        stats.drafts_by_depth = levels.drafts_by_depth
 
     def _note_kinds(self, step: Step) -> None:
         """Note whether a step does a kind of work that no step before did."""

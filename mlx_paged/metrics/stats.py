@@ -44,6 +44,7 @@ class EngineStats:
     preemptions: int = 0
     drafts: int = 0
     accepted_drafts: int = 0
+    drafts_by_depth: list[list[int]] = field(default_factory=list)
     faults: int = 0
     cow_clones: int = 0
     evictions: int = 0

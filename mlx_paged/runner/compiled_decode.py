@@ -25,6 +25,7 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import Batch, Layout, row_bucket
 from mlx_paged.runner.buckets import Buckets
+from mlx_paged.runner.hidden_states import HiddenStates
 from mlx_paged.runner.layer_states import Forms, LayerStates, States
 from mlx_paged.runner.row_terms import RowTerms, using
 from mlx_paged.runner.skip_unsampled import lock_of
@@ -44,7 +45,9 @@ Arrays = list[mx.array]
 each member of the layer groups; with several rows of a request `cu_seqlens`."""
 
 Compute = Callable[[Arrays], Scores]
-Results = tuple[Scores, Arrays, States]
+Results = tuple[Scores, Arrays, States, Arrays]
+"""Scores, the pool's handles, states of sequences, and the hidden states that a head reads."""
+
 Result = TypeVar("Result")
 
 
@@ -117,6 +120,7 @@ class CompiledDecode:
         model: its `state` is an argument of the graphs.
         compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
         states: of layers that keep some beside K/V, no sequence has any yet.
+        hidden: the hidden states that a head reads.
         max_rows: the most sequences of a step.
         buckets: of the tables' columns.
 
@@ -131,6 +135,7 @@ class CompiledDecode:
         allocator: BlockAllocator,
         pool: KVPool,
         states: LayerStates,
+        hidden: HiddenStates,
         max_rows: int,
         buckets: Buckets,
     ) -> None:
@@ -142,6 +147,7 @@ class CompiledDecode:
         self._pool = pool
         self._states = states
         self._has_states = states.exist
+        self._hidden = hidden
         self._forms: Forms = ()  # of states that grow no more
         self._block_size = allocator.block_size
         groups = allocator.groups
@@ -345,7 +351,7 @@ class CompiledDecode:
             if traces.count != count:
                 ops.set_fusion(True)
                 traces.seconds += time.perf_counter() - started
-        scores, handles, states = found
+        scores, handles, states, self._hidden.found = found
         if self._has_states:
             self._states.loaded = states
         pool.replace_handles(handles)
@@ -381,7 +387,7 @@ class CompiledDecode:
         of_rows: Arrays,
         form: int,
     ) -> Results:
-        """Scores, new handles and new states. ``mx.compile`` calls this for each trace; where the
+        """What the step leaves. ``mx.compile`` calls this for each trace; where the
         user disabled it, for each step, with real arrays."""
         is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
         if is_trace and not self._is_built:
@@ -396,7 +402,8 @@ class CompiledDecode:
         terms = self._terms
         try:
             with using(None if terms is None else terms.with_arrays(of_rows)):
-                found = self._plain(arrays), self._pool.handles(), self._states.loaded
+                scores = self._plain(arrays)
+            found = scores, self._pool.handles(), self._states.loaded, self._hidden.found
             if is_trace and self._gathered and self._pool.in_place:
                 raise _GathersError
         finally:

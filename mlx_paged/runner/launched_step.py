@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.request import Request
+from mlx_paged.runner.hidden_states import ForwardStates
 from mlx_paged.sampling.penalties import Beyond
 from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Scores
@@ -48,6 +49,7 @@ class LaunchedStep:
         coming: `sampled`'s tokens, as inputs of the next step.
         errors: why requests get no token, by index into `requests`, as far as it is known.
         held: what has not begun yet; None: all of the step has begun.
+        hidden: the states that a head reads, of each forward.
     """
 
     report: StepReport
@@ -60,3 +62,4 @@ class LaunchedStep:
     coming: PendingTokens | None = None
     held: HeldBack | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
+    hidden: list[ForwardStates] = field(default_factory=list)

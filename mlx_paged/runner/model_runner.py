@@ -37,6 +37,7 @@ from mlx_paged.runner.device_errors import (
     telling_errors,
     waiting,
 )
+from mlx_paged.runner.hidden_states import HiddenStates
 from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
@@ -63,6 +64,7 @@ class ModelRunner:
         cascade: whether decodes that begin with the same blocks attend to these together.
         begins_each: begin each forward before the next one is built. All ranks then compute
             collective operations in the same order.
+        reads_states: hidden states of the model that its steps give a head; see ``Head.states``.
         make_sampler: makes the sampler, also after a failure.
 
     Attributes:
@@ -83,6 +85,7 @@ class ModelRunner:
         cpu_linear: bool | None = None,
         cascade: bool = True,
         begins_each: bool = False,
+        reads_states: Sequence[int] = (),
         make_sampler: Callable[[], Sampler] = Sampler,
     ) -> None:
         self.model, self._lock = model, lock_of(model)
@@ -99,7 +102,8 @@ class ModelRunner:
         self.logit_rows = LogitRows.of(model)
         self._heads_take_rows = profile.heads_take_rows
         self._embedding_rows = profile.embedding_rows
-        self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
+        self._hidden = HiddenStates(model, reads_states)
+        self.last_layer = LastLayer.of(model) if self._hidden.narrows(profile) else None
         with self._lock:
             self.cpu_layers = CPULayers(model, cpu_linear)
         self.begins_each = begins_each
@@ -128,7 +132,7 @@ class ModelRunner:
         if self.why_plain is not None:
             return None
         buckets = Buckets.of_device(self.allocator.block_size)
-        parts = self.allocator, self.pool, self.states, max_rows, buckets
+        parts = self.allocator, self.pool, self.states, self._hidden, max_rows, buckets
         compiled = CompiledDecode(self.model, weakly(self._graph), *parts)
         self.why_plain = compiled.problem(if_faster=wanted is None)
         self.states.clear()
@@ -198,6 +202,7 @@ class ModelRunner:
         for batch in batches:
             launched.report.shared_keys += batch.shared_keys
             rows, scores, early = self._forward_and_first(batch, launched)
+            launched.hidden += self._hidden.left_by(batch)
             first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
             waits = not self.pool.in_place and batch is not batches[-1]
@@ -215,6 +220,7 @@ class ModelRunner:
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
         launched.pending, self._loaded = self.pool.handles() + self._loaded, []
+        launched.pending += [array for each in launched.hidden for array in each.arrays]
         if self.states.exist:
             self.states.release(step.released)
             separated = self.states.separate(step.spans)
@@ -479,7 +485,7 @@ class ModelRunner:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
-        with self._lock, attention_hook(), self.cpu_layers.diverted():
+        with self._lock, attention_hook(), self.cpu_layers.diverted(), self._hidden.forward():
             logits: mx.array = self.model(inputs, cache=self.caches, **more)
         return logits
 

@@ -16,3 +16,4 @@ class Levels(NamedTuple):
     prefix_hit_tokens: int
     drafts: int
     accepted_drafts: int
+    drafts_by_depth: list[list[int]]  # at each depth those computed, and those that were right

@@ -31,13 +31,13 @@ class NgramDrafter:
         self._sources: dict[int, _Source] = {}  # by request id
         self._overall = Shares(1.0, 2.0)
 
-    def likelihood(self, request: Request) -> float:
-        """The share of right guesses lately; 0 if there is no guess."""
+    def likelihood(self, request: Request) -> tuple[float, ...]:
+        """The share of right guesses lately."""
         source = self._sources.get(request.id)
         if source is None:
             source = self._sources[request.id] = _Source(request, self._overall)
         source.update(request.tokens)
-        return source.share if source.guess_at else 0.0
+        return (source.share,) if source.guess_at else ()
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         pairs = zip(requests, depths, strict=True)

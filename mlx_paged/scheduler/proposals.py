@@ -2,7 +2,7 @@
 them. Knows no mlx."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
@@ -32,6 +32,10 @@ class Proposals(Protocol):
     def num_right(self) -> int:
         """Guesses that were right."""
 
+    @property
+    def by_depth(self) -> list[list[int]]:
+        """For each depth the guesses that steps computed, and those of them that were right."""
+
     def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
         """Add spans with guesses for some of the requests that compute one token; return the
         others."""
@@ -51,6 +55,7 @@ class NoProposals:
 
     exist = reads_first = False
     num_computed = num_right = 0
+    by_depth: ClassVar[list[list[int]]] = []
 
     def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
         return decodes

@@ -285,6 +285,7 @@ class Scheduler(Places):
             prefix_hit_tokens=allocator.prefix_hit_tokens,
             drafts=proposals.num_computed,
             accepted_drafts=proposals.num_right,
+            drafts_by_depth=proposals.by_depth,
         )
 
     def ahead_of(self, keys: Sequence[int], salt: bytes) -> tuple[int, int]:

@@ -27,8 +27,9 @@ class Drafter(Protocol):
     seconds: float  # that the latest proposals took
     seconds_per_draft: float  # that each further draft of a batch takes
 
-    def likelihood(self, request: Request) -> float:
-        """How likely each next guess is right, as far as known; 0 if there is no guess."""
+    def likelihood(self, request: Request) -> tuple[float, ...]:
+        """How likely the next guess is right, then the one after it if the first is, and so on, as
+        far as known. The last number holds for all guesses after it, too. None: no guess."""
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         """For each request at most `depth` next tokens."""
@@ -61,6 +62,7 @@ class Speculation:
             before the next step is scheduled.
         num_computed: drafts that were computed.
         num_right: drafts that were right.
+        by_depth: for each depth the drafts that were computed, and those that were right.
     """
 
     exist = True
@@ -74,6 +76,7 @@ class Speculation:
         self.drafter = drafter
         self.reads_first = False
         self.num_computed = self.num_right = self._num_plans = 0
+        self.by_depth = [[0, 0] for _ in range(drafter.num_tokens)]
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
@@ -114,6 +117,9 @@ class Speculation:
         for request, drafted, accepted in report.verified:
             self.num_computed += drafted
             self.num_right += accepted
+            for depth, counts in enumerate(self.by_depth[:drafted]):
+                counts[0] += 1
+                counts[1] += depth < accepted
             self.drafter.verified(request, drafted, accepted)
 
     def drop(self, request: Request) -> None:
@@ -122,36 +128,39 @@ class Speculation:
     def recover(self) -> None:
         self.drafter.recover()
 
-    def _likelihood(self, request: Request) -> float:
+    def _likelihood(self, request: Request) -> tuple[float, ...]:
         if not request.params.speculates or request.samples:
-            return 0.0
+            return ()
         if self._behind(request) > MOST_BEHIND:
-            return 0.0
-        return min(self.drafter.likelihood(request), SUREST)
+            return ()
+        return self.drafter.likelihood(request)
 
     def _behind(self, request: Request) -> int:
         """Computed tokens of a request whose recurrent states have to be computed again."""
         return request.num_computed - self._allocator.begins_at(request.id, request.num_computed)
 
-    def _depths(self, likely: dict[Request, float]) -> dict[Request, int]:
+    def _depths(self, likely: dict[Request, tuple[float, ...]]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""
         count, cost = len(likely), self._budget.cost
         late = sum(map(self._behind, likely))
         plain = StepWork(count + late, sum(request.num_computed for request in likely))
         seconds = cost.predict(plain)
-        hopeful = [request for request, p in likely.items() if p > 0]
+        hopeful = [request for request, shares in likely.items() if shares and shares[0] > 0]
         if not seconds or not hopeful:
             return {}
         of_draft = cost.predict(plain + StepWork(1, plain.decode_context // count)) - seconds
         # With drafts the rate is at most the larger one of `count / seconds` and the best draft's.
-        if max(likely.values()) * seconds <= MIN_GAIN * count * of_draft:
+        best_first = max(likely[request][0] for request in hopeful)
+        if min(best_first, SUREST) * seconds <= MIN_GAIN * count * of_draft:
             return {}
         longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
         room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count - late)
         most = self.drafter.num_tokens
         # [requests, most]: the j-th draft gives as many tokens as it is likely that j are right.
-        right = np.array([[likely[request]] for request in hopeful])
-        gives = right ** np.arange(1, most + 1)
+        shares = [likely[request][:most] for request in hopeful]
+        right = np.array([[*each, *[each[-1]] * (most - len(each))] for each in shares])
+        right = np.clip(right, 1 - SUREST, SUREST)
+        gives = np.cumprod(right, axis=1)
         for given, request in zip(gives, hopeful, strict=True):
             given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
         rows = np.ones(gives.shape)

@@ -90,11 +90,15 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     config = GAUGE("vllm:cache_config_info", vllm, labels=["block_size", "num_gpu_blocks"])
     config.add_metric([str(stats.block_size), str(allocator.num_blocks)], 1)
     compiling, refused = stats.prewarm_seconds or 0.0, dict.fromkeys(stats.refused_kernels, 1.0)
+    pairs = stats.drafts_by_depth
+    by_depth = [{str(n): pair[i] for n, pair in enumerate(pairs, 1)} for i in (0, 1)]
     rows: list[tuple[Any, ...]] = [
         *((GAUGE, name, text, read(engine)) for name, (text, read) in GAUGES.items()),
         *((COUNTER, name, text, getattr(stats, name)) for name, text in COUNTERS.items()),
         (COUNTER, "kv_blocks_touched", "Blocks that attention had to read.", stats.blocks_touched),
         (COUNTER, "step_seconds", "Time of all steps.", stats.seconds),
+        (COUNTER, "drafts_at_depth", "Guessed tokens by depth.", by_depth[0], "depth"),
+        (COUNTER, "accepted_drafts_at_depth", "Those that were right.", by_depth[1], "depth"),
         (COUNTER, "prewarm_seconds", "Time to compile pipelines.", compiling),
         (GAUGE, "memory_budget_bytes", "Bytes at most by their use.", stats.memory_budget, "use"),
         (GAUGE, "kv_blocks_referenced", "Blocks by number of holders.", referenced, "references"),

@@ -110,7 +110,7 @@ def test_wrong_drafts_leave_no_penalty():
         is_right = True
 
         def likelihood(self, request):
-            return 0.99
+            return (0.99,)
 
         def _drafts(self, request, depth):
             self.is_right = not self.is_right

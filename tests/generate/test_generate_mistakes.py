@@ -51,7 +51,7 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
             ["--prefill-chunk", 0],
             "--prefill-chunk/--prefill-step-size: expected a whole number >= 1, got '0'",
         ),
-        (["--num-draft-tokens", 4], "--num-draft-tokens is given: expected --draft-model beside"),
+        (["--num-draft-tokens", 4], "--num-draft-tokens is given: expected --draft-model or"),
         (["--n", 0], "--n: expected a whole number >= 1, got '0'"),
         (["--n", 3, "--best-of", 2], "error: --n is 3: expected at most --best-of 2"),
         (["--beams", 2, "--n", 2], "n or --best-of is given with --beams: expected one of them"),

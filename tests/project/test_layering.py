@@ -53,6 +53,7 @@ MAY_IMPORT = {
             "formats",
             "vision",
             "runner",
+            "heads",
             "metrics",
             "scheduler",
             "attention",
@@ -79,7 +80,7 @@ MAY_IMPORT = {
     "__main__": {"cli", "command_buffers", "starting"},
     "heads": {"arguments", "cli", "starting", "tensor_files"},
     "runner": {
-        *("launched", "sampling", "metrics", "scheduler", "attention", "kv", "ops"),
+        *("launched", "sampling", "metrics", "scheduler", "attention", "heads", "kv", "ops"),
         "command_buffers",
         *REQUESTS,
     },

@@ -92,4 +92,4 @@ def test_a_request_may_be_proposed_for_again_without_a_new_token():
     drafter = engine.scheduler.proposals.drafter
     first = drafter.propose([request], [3])
     assert drafter.propose([request], [3]) == first and len(first[0]) == 3
-    assert drafter.likelihood(request) > 0
+    assert drafter.likelihood(request)[0] > 0

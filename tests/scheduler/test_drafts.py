@@ -33,8 +33,8 @@ class Always:
         self.learnt: list[tuple[int, int, int]] = []
         self.dropped: list[int] = []
 
-    def likelihood(self, request: Request) -> float:
-        return self.chance
+    def likelihood(self, request: Request) -> tuple[float, ...]:
+        return (self.chance,)
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         return [[self.token] * depth for depth in depths]
@@ -154,7 +154,7 @@ def test_after_many_plans_in_vain_few_steps_are_planned_and_learnt_from(max_stal
     class Counted(Always):
         asked = 0
 
-        def likelihood(self, request: Request) -> float:
+        def likelihood(self, request: Request) -> tuple[float, ...]:
             self.asked += 1
             return super().likelihood(request)
 
@@ -343,7 +343,7 @@ def test_tokens_to_compute_again_are_part_of_what_a_draft_costs():
         drafter = Always(likelihood=0.6)
         scheduler = scheduler_with(drafter, row_seconds=0.0016, has_states=not rewinds)
         (request,) = started(scheduler, 6)
-        depths[rewinds] = scheduler.proposals._depths({request: 0.6}).get(request, 0)
+        depths[rewinds] = scheduler.proposals._depths({request: (0.6,)}).get(request, 0)
     assert 0 < depths[False] < depths[True]
 
 

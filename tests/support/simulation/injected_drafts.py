@@ -6,6 +6,7 @@ from functools import partial
 
 from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
+from mlx_paged.runner.head_drafter import HeadDrafter
 from tests.support.models.architectures import VOCAB
 from tests.support.simulation.solo_runs import SoloModel, solo_run
 
@@ -31,8 +32,8 @@ class InjectedDrafter:
         self._right: dict[int, list[int]] = {}
         self.verified_drafts = 0
 
-    def likelihood(self, request: Request) -> float:
-        return 0.0 if request.id in self.never else self.rng.choice((0.0, 0.99, 0.999))
+    def likelihood(self, request: Request) -> tuple[float, ...]:
+        return () if request.id in self.never else self.rng.choice(((), (0.99,), (0.999,)))
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         pairs = zip(requests, depths, strict=True)
@@ -60,10 +61,43 @@ class InjectedDrafter:
         return [t if self.rng.random() < self.share else wrong(self._model.vocab) for t in right]
 
 
+class HeadWithRightDrafts(InjectedDrafter):
+    """A head that guesses for each request; some of its guesses are then replaced by right ones.
+
+    Attributes:
+        head: the engine's own :class:`HeadDrafter`.
+    """
+
+    def __init__(
+        self, rng: random.Random, model: SoloModel, share: float, head: HeadDrafter
+    ) -> None:
+        super().__init__(rng, model, share)
+        self.head, self.num_tokens = head, head.num_tokens
+
+    def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
+        guesses = self.head.propose(requests, depths)
+        assert not self.head._has_failed
+        right = super().propose(requests, depths)
+        pairs = zip(guesses, right, strict=True)
+        return [b if self.rng.random() < self.share else a for a, b in pairs]
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        super().verified(request, drafted, accepted)
+        self.head.verified(request, drafted, accepted)
+
+    def drop(self, request: Request) -> None:
+        super().drop(request)
+        self.head.drop(request)
+
+    def recover(self) -> None:
+        super().recover()
+        self.head.recover()
+
+
 def every_guess(speculation, likely):
     """For ``Speculation._depths``: drafts for whoever has a guess, however fast the machine is."""
     most = min(6, speculation.drafter.num_tokens)
-    left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p > 0}
+    left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p}
     return {request: min(most, count) for request, count in left.items() if count > 0}
 
 
@@ -82,8 +116,8 @@ class HalfRight:
         self.vocab = vocab
         self.rounds = 0
 
-    def likelihood(self, request) -> float:
-        return 0.999
+    def likelihood(self, request) -> tuple[float, ...]:
+        return (0.999,)
 
     def propose(self, requests, depths):
         self.rounds += 1

@@ -28,13 +28,18 @@ from mlx_paged.options import KVBits
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models import architectures, tiny_models
+from tests.support.models.eagle3_files import random_head
 from tests.support.ops.numpy_quantization import BITS
 from tests.support.simulation import hash_model, structured_calls
 from tests.support.simulation.disk_lives import Disk, DiskLives, Life
 from tests.support.simulation.fake_model import FakeClock, FakeRunner
 from tests.support.simulation.fault_injection import FaultyRunner
 from tests.support.simulation.hash_model import VOCAB
-from tests.support.simulation.injected_drafts import InjectedDrafter, take_every_guess
+from tests.support.simulation.injected_drafts import (
+    HeadWithRightDrafts,
+    InjectedDrafter,
+    take_every_guess,
+)
 from tests.support.simulation.planned_runner import PlannedRunner
 from tests.support.simulation.random_calls import TINY_GROUPS, Setting
 from tests.support.simulation.resizing import RandomSizes
@@ -74,6 +79,7 @@ class Features:
         ranks: a second rank reads the plan of every step. Ranks have no `disk`.
         compiled: None: if this is faster.
         resizes: the pool's size changes now and then. Ranks do not follow.
+        heads: a random head of a real model drafts, too.
         all_guesses: drafts for whoever has a guess; else the planner decides, by the clock.
     """
 
@@ -89,6 +95,7 @@ class Features:
     compiled: bool | None = None
     all_guesses: bool = False
     resizes: bool = False
+    heads: bool = False
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "Features":
@@ -127,7 +134,11 @@ class Features:
         runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
         runner.is_beam = engine._beams.__contains__
         scheduler = engine.scheduler
-        if (drafter := _drafter_for(solo, name)) is not None:
+        drafter = _drafter_for(solo, name)
+        if self.heads:
+            head, rng_of_drafts = scheduler.proposals.drafter, random.Random(f"{name}:heads")
+            drafter = HeadWithRightDrafts(rng_of_drafts, solo, 0.5, head)
+        if drafter is not None:
             drafter.never = runner.bad
             scheduler.proposals = Speculation(drafter, scheduler.allocator, scheduler.budget)
             if self.is_real or self.all_guesses or setting.max_stall is None:
@@ -218,6 +229,7 @@ def _real_simulation(features: Features, name: str, life: str, disk: Disk | None
             compile=features.compiled,
             cascade=features.cascade,
             kv_disk=None if disk is None else disk.directory,
+            draft_head=random_head(solo.model) if features.heads else None,
         )
     return features.simulate(f"{seed}:{index}", setting, engine, solo, rng)
 
@@ -274,6 +286,7 @@ MODELS: dict[str, Callable[[int, int], Life]] = {
     "ranks": lambda seed, index: replace(FAKE, ranks=True).build(f"{seed}:{index}"),
     "tiny": tiny_simulation,
     "quantized": quantized_simulation,
+    "heads": lambda seed, index: replace(TINY, heads=True).build(f"{seed}:{index}:heads"),
     "disk": lambda seed, index: DiskLives(FAKE.build, f"{seed}:{index}"),
     "sizes": lambda seed, index: replace(FAKE, resizes=True).build(f"{seed}:{index}"),
     "sizes of real pools": lambda seed, index: replace(TINY, resizes=True).build(

@@ -1,0 +1,189 @@
+"""A head drafts from the hidden states of every kind of step, and changes no token."""
+
+import random
+
+import numpy as np
+import pytest
+
+from mlx_paged import Engine, SamplingParams
+from tests.support.models.eagle3_files import (
+    Eagle3Reference,
+    random_head,
+    target_states,
+    write_head,
+)
+from tests.support.models.tiny_models import VOCAB, tiny_model
+from tests.support.simulation.injected_drafts import take_every_guess
+from tests.support.simulation.schedules import run_schedule
+
+LAYERS = (1, 2, 3)
+
+
+class Watched:
+    """An engine whose head is compared with a reference at each proposal.
+
+    Attributes:
+        origins: of each proposal the first position whose states the head has, by request id.
+        computed: tokens that the head read, by proposal.
+    """
+
+    def __init__(self, folder, **options):
+        target = self.target = tiny_model("llama")
+        tensors = write_head(
+            folder,
+            target_width=64,
+            vocab_size=VOCAB,
+            eagle_aux_hidden_state_layer_ids=[*LAYERS],
+        )
+        self.reference = Eagle3Reference(tensors)
+        self.table = np.array(target.model.embed_tokens.weight, np.float64)
+        options = {"block_size": 4, "num_blocks": 99, "prefill_chunk": 7} | options
+        self.engine = Engine(target, draft_head=str(folder), **options)
+        take_every_guess(self.engine.scheduler.proposals)
+        self.drafter = self.engine.scheduler.proposals.drafter
+        self.origins: list[dict[int, int]] = []
+        self.computed: list[int] = []
+        self._propose, self.drafter.propose = self.drafter.propose, self.propose
+
+    def propose(self, requests, depths):
+        before = {i: d.num_computed for i, d in self.drafter._drafted.items()}
+        guesses = self._propose(requests, depths)
+        drafted = self.drafter._drafted
+        self.origins.append({i: each.origin for i, each in drafted.items()})
+        self.computed.append(sum(d.num_computed - before.get(i, 0) for i, d in drafted.items()))
+        for request, own in zip(requests, guesses, strict=True):
+            if not own:
+                continue
+            first = drafted[request.id].origin
+            states = target_states(self.target, request.tokens[:-1], LAYERS)
+            states = [each[first:] for each in states]
+            text = request.tokens[first:]
+            expected, margin = self.reference.guesses(states, text, self.table, len(own))
+            assert own == expected or margin < 1e-3, (own, expected, margin)
+        return guesses
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def test_the_same_prompt_again_finds_the_head_s_keys(tmp_path):
+    watched = Watched(tmp_path)
+    for _ in range(2):
+        watched.engine.generate([prompt(23)], SamplingParams(max_tokens=6))
+    assert watched.drafter._allocator.prefix_hit_tokens >= 20
+    assert all(origin == 0 for each in watched.origins for origin in each.values())
+
+
+def test_prompts_that_differ_behind_a_block_have_guesses_of_their_own(tmp_path):
+    """The entry of the first token behind a block is not made of the block's states."""
+    watched = Watched(tmp_path)
+    for other in (1, 2):
+        watched.engine.generate([[*prompt(8), other, 3, 4]], SamplingParams(max_tokens=6))
+    assert len(watched.origins) > 4
+
+
+def test_prompts_that_differ_in_the_first_token_share_nothing(tmp_path):
+    watched = Watched(tmp_path)
+    for first in (1, 2):
+        watched.engine.generate([[first, *prompt(12)]], SamplingParams(max_tokens=4))
+    assert watched.drafter._allocator.prefix_hit_tokens == 0
+
+
+def test_a_hit_that_lacks_the_head_s_keys_begins_the_head_s_attention_there(tmp_path):
+    watched = Watched(tmp_path)
+    params, asked = SamplingParams(max_tokens=6), prompt(23)
+    watched.engine.generate([asked], SamplingParams(max_tokens=6, speculate=False))
+    computed = watched.engine.stats.prompt_tokens
+    (done,) = watched.engine.generate([asked], params)
+    assert watched.engine.stats.prompt_tokens - computed <= 4, "the model computes nothing again"
+    assert done.drafts and done.cached_prompt_tokens >= 20
+    origins = {origin for each in watched.origins for origin in each.values()}
+    assert len(origins) == 1 and min(origins) >= done.cached_prompt_tokens
+
+
+def test_tokens_decoded_without_drafts_are_read_later(tmp_path):
+    watched = Watched(tmp_path)
+    proposals = watched.engine.scheduler.proposals
+    whole, proposals._depths = proposals._depths, lambda likely: {}
+    request_id = watched.engine.add_request(prompt(11), max_tokens=30)
+    for _ in range(12):
+        watched.engine.step()
+    assert not watched.origins
+    proposals._depths = whole
+    while watched.engine.has_work:
+        watched.engine.step()
+    assert watched.origins[0] == {request_id: 0} and watched.computed[0] > 15
+
+
+def test_states_that_are_not_kept_any_more_are_not_needed(tmp_path):
+    watched = Watched(tmp_path)
+    watched.drafter._kept._most_rows = 5
+    asked = [prompt(20, seed) for seed in range(3)]
+    done = watched.engine.generate(asked, SamplingParams(max_tokens=10))
+    plain = Engine(watched.target, num_blocks=99).generate(asked, SamplingParams(max_tokens=10))
+    assert [each.tokens for each in done] == [each.tokens for each in plain]
+    origins = [origin for each in watched.origins for origin in each.values()]
+    assert origins and min(origins) > 5
+    watched.drafter.pooled.check_integrity()
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_the_states_of_compiled_decodes_are_those_of_plain_ones(tmp_path, compile):
+    watched = Watched(tmp_path, compile=compile)
+    assert (watched.engine._models.pooled.runner.compiled is not None) == compile
+    asked = [prompt(5, seed) for seed in range(3)]
+    params = SamplingParams(max_tokens=14)
+    done = watched.engine.generate(asked, params)
+    plain = Engine(watched.target, num_blocks=99, compile=False).generate(asked, params)
+    assert [each.tokens for each in done] == [each.tokens for each in plain]
+    assert sum(each.drafts for each in done) > 10
+
+
+def test_the_pool_and_the_weights_of_a_head_are_part_of_the_budget(tmp_path):
+    target, options = tiny_model("llama"), {"block_size": 4, "kv_memory": 10**6}
+    plain, headed = (
+        Engine(target, **options),
+        Engine(target, draft_head=random_head(target), **options),
+    )
+    both = headed._models.both
+    assert headed._models.budget.weights > plain._models.budget.weights
+    assert sum(each.pool.nbytes for each in both) <= 10**6
+    rooms = [each.pool.num_blocks // each.plan.width for each in both]
+    assert rooms[0] == rooms[1] > 0
+
+
+def test_drafts_are_counted_by_depth(tmp_path):
+    watched = Watched(tmp_path)
+    watched.engine.generate([prompt(8)], SamplingParams(max_tokens=12))
+    stats = watched.engine.stats
+    computed, right = (sum(pair[i] for pair in stats.drafts_by_depth) for i in (0, 1))
+    assert (computed, right) == (stats.drafts, stats.accepted_drafts) and computed > 5
+    assert len(stats.drafts_by_depth) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculate": "ngram"}, "draft_head is .*: expected None beside speculate"),
+        ({"draft_head": "/nowhere"}, "draft head /nowhere: expected a folder"),
+    ],
+)
+def test_what_cannot_be_with_a_head_is_refused(options, message):
+    target = tiny_model("llama")
+    with pytest.raises(ValueError, match=message):
+        Engine(target, num_blocks=8, **({"draft_head": random_head(target)} | options))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("first", [0, 8])
+def test_random_schedules_give_the_tokens_of_requests_alone(first):
+    """With forks, samples, beams, preemptions, prefix hits, faults, recurrent layers."""
+    drafts = 0
+    for index in range(first, first + 8):
+        counts, failure = run_schedule("heads", 11, index)
+        assert failure is None, f"{failure!r} in schedule {index}"
+        assert counts["mismatches"] == counts["leaked_blocks"] == 0
+        drafts += counts["drafts"]
+    assert drafts > 8
