@@ -41,9 +41,9 @@ def test_drafts_are_rows_of_a_compiled_step(monkeypatch, caplog, name):
         left = {r: r.params.max_tokens - r.num_generated - 1 for r in likely}
         return {request: min(3, count) for request, count in left.items() if count > 0}
 
-    def run(self, batch):
+    def run(self, batch, terms):
         drafted.append(not batch.decodes_only)
-        return call(self, batch)
+        return call(self, batch, terms)
 
     given = [random_tokens(length) for length in (3, 5, 9)]
     plain = completed(Engine(build(name), **SMALL), given)
