@@ -1,6 +1,6 @@
 """``python -m mlx_paged.doctor``: checks an installation and its device, and prints one page.
 
-The page goes to stdout, progress bars and mistakes to stderr.
+The page goes to stdout; progress, what is found first, and mistakes go to stderr.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Checks an installation and its device, and prints one page.
 
-The page goes to stdout, progress bars and mistakes to stderr.
+The page goes to stdout; progress, what is found first, and mistakes go to stderr.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx_paged.cli import Parser
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.buffers import check_step
+from mlx_paged.doctor.common import check_common
 from mlx_paged.doctor.findings import Check, Findings, page, run_check, status
 from mlx_paged.doctor.flags import KINDS, STEP, unknown
 from mlx_paged.doctor.kernels import check_kernels, chosen, compare
@@ -24,11 +25,12 @@ from mlx_paged.doctor.products import check_products
 from mlx_paged.doctor.sources import check_sources
 from mlx_paged.doctor.speed import check_speed
 from mlx_paged.doctor.tokens import check_order, check_tokens
-from mlx_paged.doctor.variants import all_variants
+from mlx_paged.doctor.variants import all_variants, common_variants
 from mlx_paged.starting import INTERRUPTED
 
 CHECKS: dict[str, Check] = {
     "machine": check_machine,
+    "common": check_common,
     "kernels": check_kernels,
     "sources": check_sources,
     "products": check_products,
@@ -37,7 +39,10 @@ CHECKS: dict[str, Check] = {
     "memory": check_memory,
     "speed": check_speed,
 }
-APART = {"machine", "products", "tokens", "order", "memory", "speed"}
+FIRST = {"machine", "common"}
+"""What these find is shown when they end; the page comes when all have ended."""
+
+APART = {"machine", "common", "products", "tokens", "order", "memory", "speed"}
 """On a GPU each of these has a process of its own; the kernels have one for each kind."""
 
 
@@ -62,6 +67,8 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
             else:
                 run_check(found, check, args.quick, save)
             save()
+            if len(checks) > 1:
+                print(progress(results, len(checks)), file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         save()
         print(page(results, args.quick, not_begun=list(checks)[len(results) :]))
@@ -69,6 +76,15 @@ def run(parser: Parser, args: argparse.Namespace) -> int:
         return INTERRUPTED
     print(page(results, args.quick))
     return status(results)
+
+
+def progress(results: Sequence[Findings], number: int) -> str:
+    """What stderr shows when a check has ended: one line, and of the first checks, or of one that
+    is not ok, all that it found."""
+    found = results[-1]
+    head, _, rest = found.text().partition("\n")
+    told = f"{len(results)} of {number} checks: {head}"
+    return f"{told}\n{rest}" if rest and (found.name in FIRST or not found.ok) else told
 
 
 def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:
@@ -92,5 +108,6 @@ def _chosen(only: str | None) -> dict[str, Check]:
         return {STEP: check_step}
     if only in KINDS:
         return {"kernels": lambda found, quick: compare(chosen(quick, only), found)}
-    variants = [variant for variant in all_variants() if variant.name == only]
+    known = {variant.name: variant for variant in (*all_variants(), *common_variants())}
+    variants = [known[only]] if only in known else []
     return {"kernels": lambda found, _: compare(variants, found)} if variants else {}

@@ -9,6 +9,7 @@ from mlx_paged.cli import Parser
 
 CHECKS = {
     "machine": "versions, the device, the path of attention",
+    "common": "the kernels of the demo model and of common ones; tokens of a bfloat16 model",
     "kernels": "every variant of the kernels against float64",
     "sources": "the Metal sources, compiled where there is Xcode",
     "products": "MLX's own products, attention and transforms against float64",
@@ -31,7 +32,7 @@ def make_parser() -> Parser:
         "mlx_paged.doctor",
         description="Checks an installation and its device; prints a page for an issue.",
     )
-    parser.add_argument("--quick", action="store_true", help="check a sample, in a few seconds")
+    parser.add_argument("--quick", action="store_true", help="check a sample, in a minute or a few")
     parser.add_argument("--json", metavar="FILE", help="also write all findings to this file")
     texts = "; ".join(f"{name}: {text}" for name, text in CHECKS.items())
     kinds = f"one kind of variants ({', '.join(KINDS)})"

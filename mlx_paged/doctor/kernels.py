@@ -12,7 +12,6 @@ from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings, message
 from mlx_paged.doctor.flags import KINDS
 from mlx_paged.doctor.variants import (
-    DTYPES,
     FAINT,
     QUICK_STEP,
     Variant,
@@ -136,9 +135,9 @@ def kernels_in_use() -> str:
     return "plain MLX (this build has no kernels for this GPU)"
 
 
-def tolerance(dtype: str, is_plain: bool) -> float:
+def tolerance(dtype: mx.Dtype, is_plain: bool) -> float:
     """Largest relative error of an output row; `is_plain`: of plain MLX."""
-    return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + (TF32 if is_plain else SUMS)
+    return float(mx.finfo(dtype).eps) / 2 + (TF32 if is_plain else SUMS)
 
 
 def error_of(variant: Variant, num_flushed: Counter[str] | None = None) -> tuple[float, float]:
@@ -154,7 +153,7 @@ def error_of(variant: Variant, num_flushed: Counter[str] | None = None) -> tuple
     is_plain = ops.kernel_for() == "reference" or not ops.takes_attention(
         q, k, v, tables.shape[1], variant.tokens, **options
     )
-    allowed = tolerance("float32" if q.dtype == mx.float32 else variant.dtype, is_plain)
+    allowed = tolerance(q.dtype, is_plain)
     if scales:
         stored = zip((k, v), scales.values(), strict=True)
         with mx.stream(mx.cpu):  # whatever a GPU makes of denormal scales
@@ -170,7 +169,7 @@ def error_of(variant: Variant, num_flushed: Counter[str] | None = None) -> tuple
     if weights:
         of_weights = float64.worst_row(to_numpy(got[1]), want[1])
         # The weights are float32 and have its tolerance.
-        scaled = of_weights * allowed / tolerance("float32", is_plain)
+        scaled = of_weights * allowed / tolerance(mx.float32, is_plain)
         error = float(np.max([error, scaled]))  # NaN if one of them is
     return error, allowed
 

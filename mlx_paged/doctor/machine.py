@@ -30,21 +30,24 @@ def check_machine(found: Findings, quick: bool) -> None:
     limits |= {"memory": device_memory(), "in use": memory_in_use()}
     limits["default pool"] = largest_default()
     limits |= {"cache limit": cache} if (cache := default_cache_limit(None, 0)) else {}
-    found.numbers |= {
+    versions = {
         "mlx_paged": _version("mlx-paged"),
         "mlx": mlx_version,
         "built with": built_with,
         "mlx-lm": mlx_lm.__version__,
         "tested mlx-lm": TESTED_MLX_LM,
         "Python": platform.python_version(),
+    }
+    facts = {
         "system": platform.platform(),
         "device": dict(device),
         "GB": {name: round(size / GB, 1) for name, size in limits.items()},
         "attention": attention_path(),
         "state": system_facts(),
     }
-    for name, value in found.numbers.items():
-        found.lines.append(f"{name}: {_text(value)}")
+    found.numbers |= versions | facts
+    found.lines.append(_text(versions))
+    found.lines += [f"{name}: {_text(value)}" for name, value in facts.items()]
     if panics := recent_panics():
         found.numbers["panics"] = panics
         text = f"{FOLDER} has reports of kernel panics of the last {DAYS} days:"

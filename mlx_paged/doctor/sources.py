@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlx.core as mx
 
@@ -32,7 +33,7 @@ def check_sources(found: Findings, quick: bool) -> None:
     chosen = [*variants.values()][:: QUICK_STEP if quick else 1]
     sources: dict[str, str] = {}
     for variant in found.progress(chosen, "plan"):
-        sources |= sources_of(variant)
+        sources |= {launch["kernel"]: launch["source"] for launch in launches_of(variant)}
     found.numbers |= {"assembled": len(sources), "compiled": 0}
     if (missing := _compiler_missing()) is not None:
         found.lines.append(f"{len(sources)} assembled, none compiled: {missing}")
@@ -45,22 +46,30 @@ def check_sources(found: Findings, quick: bool) -> None:
     found.lines.append(f"{compiled} of {len(sources)} compiled by Xcode as Metal 3.1")
 
 
-def sources_of(variant: Variant) -> dict[str, str]:
-    """By kernel: the source that MLX gets for a variant on a GPU."""
+def launches_of(variant: Variant) -> list[dict[str, Any]]:
+    """What a GPU gets for a variant: kernels, pipelines, sources."""
     metal = ops.metal
     if variant.op == "attention":
         arrays, options = attention_call(variant)
         plan = metal.plan_attention(*arrays, scale=1.0, **options)
     else:
         shape, size = variant.shape, variant.block_size
-        dims = shape.row_dims
-        caches = [mx.zeros((shape.n_kv_heads, 2, size, dim), shape.dtype) for dim in dims]
-        rows = [mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in dims]
+        dims, heads = shape.row_dims, shape.n_kv_heads
+        formats = list(zip(shape.formats, dims, strict=True))
+        caches = [
+            mx.zeros((heads, 2, size, form.columns(dim)), form.dtype) for form, dim in formats
+        ]
+        rows = [mx.zeros((1, heads, dim), shape.dtype) for dim in dims]
+        scales = {
+            name: mx.zeros((heads, 2, size, form.scale_columns(dim)), mx.float16)
+            for name, (form, dim) in zip(("k_scales", "v_scales"), formats, strict=True)
+            if form.has_scales
+        }
         if variant.op == "write":
-            plan = metal.plan_write_kv(*rows, *caches, mx.zeros((1,), mx.int32))
+            plan = metal.plan_write_kv(*rows, *caches, mx.zeros((1,), mx.int32), **scales)
         else:
             plan = metal.plan_copy_blocks(*caches, mx.zeros((1, 2), mx.int32))
-    return {launch["kernel"]: launch["source"] for launch in plan["launches"]}
+    return list(plan["launches"])
 
 
 def _compiler_missing() -> str | None:

@@ -28,7 +28,7 @@ attention is slow on a CPU, so that a CPU reads the few bytes."""
 BLOCK_SIZE = 16
 SHAPE = KVShape(8, 128, 128, mx.float16)
 NUM_HEADS = 32
-MOST_SECONDS = 5  # of one shape; MLX's attention takes long on a CPU, with fewer rounds then
+MOST_SECONDS = 3  # of one shape; MLX's attention takes long on a CPU, with fewer rounds then
 NUM_ROWS = 16  # requests that decode while the host's time is measured
 
 

@@ -5,6 +5,7 @@ from functools import cache
 from itertools import count
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
@@ -34,35 +35,51 @@ NUM_FORKS = 4
 FORK_EVERY = 5  # steps from one fork to the next
 
 TIE = 2.0**-10
-"""Two tokens are a tie if their logits differ by less than this part of the logits' range. A GPU
-may round the inputs of float32 products to 11 bits."""
+"""Of float32. A GPU may round the inputs of float32 products to 11 bits."""
 
 
-class Demo:
-    """The demo model and prompts for it. mlx-lm, with one prompt at a time, is the calm run."""
+class Calm:
+    """A model, and prompts for it. mlx-lm, with one prompt at a time, is the calm run.
 
-    def __init__(self, max_tokens: int) -> None:
-        self.model, tokenizer = load_model()
-        self.prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS]
-        self.suffix = list(tokenizer.encode(SUFFIX))
-        self.max_tokens = max_tokens
+    Args:
+        suffix: what half of the forks add to their prompt.
+        max_tokens: of each answer.
+        tie: two tokens are a tie if their logits differ by less than this part of their range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prompts: Sequence[list[int]],
+        suffix: list[int],
+        max_tokens: int,
+        tie: float,
+    ) -> None:
+        self.model, self.prompts, self.suffix = model, prompts, suffix
+        self.max_tokens, self.tie = max_tokens, tie
         self.answer = cache(self._answer)
 
     def _answer(self, prompt: tuple[int, ...]) -> tuple[list[int], list[Array]]:
         """Greedy tokens, and for each the log-probabilities of all tokens."""
         steps = [*generate_step(mx.array(prompt), self.model, max_tokens=self.max_tokens)]
-        return [int(token) for token, _ in steps], [np.array(row).ravel() for _, row in steps]
+        rows = [np.array(row.astype(mx.float32)).ravel() for _, row in steps]
+        return [int(token) for token, _ in steps], rows
 
 
-demo_model = cache(Demo)  # by number of tokens; two checks share the answers
+@cache  # by number of tokens; two checks share the answers
+def demo_model(max_tokens: int) -> Calm:
+    """The demo model and prompts for it."""
+    model, tokenizer = load_model()
+    prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS]
+    return Calm(model, prompts, list(tokenizer.encode(SUFFIX)), max_tokens, TIE)
 
 
 class Play:
     """Requests on an engine: they arrive one by one, and some fork while they run."""
 
-    def __init__(self, engine: Engine, demo: Demo) -> None:
-        self._engine = engine
-        self._demo = demo
+    def __init__(self, engine: Engine, calm: Calm) -> None:
+        self.engine = engine
+        self._calm = calm
         self._prompts: dict[int, list[int]] = {}
         self.tokens = 0
         self.ties = 0
@@ -71,12 +88,12 @@ class Play:
 
     def run(self) -> None:
         """Complete all prompts and NUM_FORKS forks; compare each with mlx-lm."""
-        engine, waiting = self._engine, list(self._demo.prompts)
+        engine, waiting = self.engine, list(self._calm.prompts)
         forks_left = NUM_FORKS
         for step in count():
             if waiting and step % 2 == 0:
                 prompt = waiting.pop(0)
-                request_id = engine.add_request(prompt, max_tokens=self._demo.max_tokens)
+                request_id = engine.add_request(prompt, max_tokens=self._calm.max_tokens)
                 self._prompts[request_id] = prompt
             if not waiting and not engine.has_work:
                 return
@@ -88,17 +105,17 @@ class Play:
                     self._compare(output.completion)
             if running and forks_left and step % FORK_EVERY == 0:
                 forks_left -= 1
-                self._fork(running[-1], self._demo.suffix if forks_left % 2 else [])
+                self._fork(running[-1], self._calm.suffix if forks_left % 2 else [])
 
     def _fork(self, parent: int, suffix: list[int]) -> None:
-        child = self._engine.fork(parent, suffix, max_tokens=self._demo.max_tokens)
-        request = self._engine.request(child)
+        child = self.engine.fork(parent, suffix, max_tokens=self._calm.max_tokens)
+        request = self.engine.request(child)
         assert request is not None
         self._prompts[child] = list(request.tokens)
 
     def _compare(self, completion: Completion) -> None:
         name, prompt = completion.request_id, self._prompts[completion.request_id]
-        want, rows = self._demo.answer(tuple(prompt))
+        want, rows = self._calm.answer(tuple(prompt))
         got = completion.tokens
         self.tokens += len(want)
         if completion.error is not None or len(got) != len(want):
@@ -106,7 +123,7 @@ class Play:
         elif got != want:
             first = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)
             row = rows[first]
-            if row[want[first]] - row[got[first]] < TIE * np.ptp(row):
+            if row[want[first]] - row[got[first]] < self._calm.tie * np.ptp(row):
                 self.ties += 1
             else:
                 self.num_wrong += 1
@@ -123,7 +140,7 @@ def check_tokens(found: Findings, quick: bool) -> None:
     play = Play(engine, demo)
     for _ in found.progress(range(2), "round"):  # the second one finds prefixes of the first
         play.run()
-    _report(found, play, engine, ("prefix_hit_tokens", "cow_clones"))
+    report(found, play, engine, ("prefix_hit_tokens", "cow_clones"))
 
 
 def check_order(found: Findings, quick: bool) -> None:
@@ -136,10 +153,10 @@ def check_order(found: Findings, quick: bool) -> None:
         )
         play = Play(engine, demo)
         play.run()
-        _report(found, play, engine, ("preemptions", "cow_clones"))
+        report(found, play, engine, ("preemptions", "cow_clones"))
 
 
-def _report(found: Findings, play: Play, engine: Engine, events: Sequence[str]) -> None:
+def report(found: Findings, play: Play, engine: Engine, events: Sequence[str]) -> None:
     """Write down a play; it must have met each of `events`, which are counters of the engine, and
     steps of prompt chunks alone."""
     counts = {event: int(getattr(engine.stats, event)) for event in events}

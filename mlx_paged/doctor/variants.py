@@ -17,6 +17,17 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 QUANTIZED = {"kv8": 8, "kv6": 6, "kv4": 4}
 """In place of a dtype: kv_bits of a float16 model."""
 
+COMMON_QUANTIZED = "bfloat16-kv8"
+"""kv_bits 8 of a bfloat16 model, which only the common variants have."""
+
+COMMON = (
+    ("float32", "d32", 2),
+    ("bfloat16", "d64", 4),
+    ("bfloat16", "d128", 4),
+    (COMMON_QUANTIZED, "d128", 4),
+)
+"""Dtype, heads and group of the demo model and of common ones."""
+
 BLOCK_SIZES = (8, 16, 32)
 GROUPS = (1, 2, 4, 8)  # query heads that share a KV head
 TOKENS = (1, 5)  # query tokens of each sequence: a decode and a chunk
@@ -45,7 +56,7 @@ FAINT = (2.0**-12, 0.0), (2.0**-13, 0.0012)
 """Factors and offsets of some keys and values in quantized pools. The scales of these rows are
 denormal in float16: a GPU could take them for zeros."""
 
-QUICK_STEP = 13
+QUICK_STEP = 37
 """A quick check takes every so many-th variant. No number of values above is a multiple of it."""
 
 
@@ -71,7 +82,7 @@ class Variant:
     @property
     def kind(self) -> str:
         if self.op != "attention":
-            return f"quantized-{self.op}" if self.dtype in QUANTIZED else self.op
+            return self.op if self.kv_bits is None else f"quantized-{self.op}"
         if self.option.startswith("long"):
             return "split"
         return "chunk" if self.tokens > 1 else "decode"
@@ -79,12 +90,16 @@ class Variant:
     @property
     def shape(self) -> KVShape:
         latent = self.heads.startswith("latent")
-        heads, kv_bits = 1 if latent else 2, QUANTIZED.get(self.dtype)
-        return KVShape(heads, *HEADS[self.heads], self.model_dtype, latent, kv_bits)
+        heads = 1 if latent else 2
+        return KVShape(heads, *HEADS[self.heads], self.model_dtype, latent, self.kv_bits)
+
+    @property
+    def kv_bits(self) -> int | None:
+        return 8 if self.dtype == COMMON_QUANTIZED else QUANTIZED.get(self.dtype)
 
     @property
     def model_dtype(self) -> mx.Dtype:
-        return DTYPES.get(self.dtype, mx.float16)
+        return DTYPES.get(self.dtype.removesuffix("-kv8"), mx.float16)
 
     @property
     def q_dtype(self) -> mx.Dtype:
@@ -113,6 +128,17 @@ def all_variants() -> list[Variant]:
         found.append(Variant("attention", dtype, heads, block_size, group, tokens, option))
     for op, (dtype, heads), block_size in product(("write", "copy"), pools, BLOCK_SIZES):
         found.append(Variant(op, dtype, heads, block_size))
+    return found
+
+
+def common_variants() -> list[Variant]:
+    """What most models need: decodes, chunks, long contexts, writes and copies of the
+    demo model, and of bfloat16 models with four query heads for each KV head."""
+    found = []
+    for dtype, heads, group in COMMON:
+        for tokens, option in ((1, "plain"), (5, "plain"), (1, "long")):
+            found.append(Variant("attention", dtype, heads, 16, group, tokens, option))
+        found += [Variant(op, dtype, heads, 16) for op in ("write", "copy")]
     return found
 
 

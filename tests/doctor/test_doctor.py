@@ -15,8 +15,11 @@ from mlx_paged.doctor import command as doctor
 from mlx_paged.doctor import flags, machine, sources
 from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings, run_check
+from mlx_paged.doctor.variants import common_variants
 
-NAMES = ["machine", "kernels", "sources", "products", "tokens", "order", "memory", "speed"]
+NAMES = [
+    *("machine", "common", "kernels", "sources", "products", "tokens", "order", "memory", "speed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +50,15 @@ def few_checks(monkeypatch) -> dict:
 
 
 class TestQuickRun:
-    def test_all_is_right_and_nothing_is_on_stderr(self, quick):
-        assert (quick.status, quick.err) == (0, "")
+    def test_all_is_right_and_stderr_has_what_common_models_need_first(self, quick):
+        assert quick.status == 0
+        heads = [line for line in quick.err.splitlines() if not line.startswith(" ")]
+        for number, (line, name) in enumerate(zip(heads, NAMES, strict=True), start=1):
+            assert line.startswith(f"{number} of {len(NAMES)} checks: {name}: ok (")
+        first, _ = quick.err.split(f"3 of {len(NAMES)} checks")
+        assert f"\n  {len(common_variants())} of {len(common_variants())} variants run" in first
+        assert " ties, " in first and "\n  attention: the CPU kernels" in first
+        assert not [line for line in quick.err.removeprefix(first).splitlines() if line[0] == " "]
 
     def test_the_page_is_one_page_and_names_every_check(self, quick):
         lines = quick.out.splitlines()
@@ -58,7 +68,7 @@ class TestQuickRun:
         heads = [line.split(":")[0] for line in lines[1:] if not line.startswith(" ")]
         assert heads == NAMES
         assert all(f"\n{name}: ok (" in quick.out for name in NAMES)
-        assert len(lines) <= 40 and quick.out.isascii()
+        assert len(lines) <= 45 and quick.out.isascii()
 
     def test_the_page_says_what_answered(self, quick):
         assert f"variants run, on the CPU kernels ({ops.cpu_features()})" in quick.out
@@ -74,6 +84,8 @@ class TestQuickRun:
             assert found.keys() == keys and found["num_wrong"] == 0
             assert (found["ok"], found["name"], found["failures"]) == (True, name, [])
             assert found["lines"] and found["seconds"] >= 0
+        (play,) = report["checks"]["common"]["numbers"]["plays"]
+        assert play["tokens"] > 50 and play["ties"] < 5 and play["chunk_only_steps"] > 0
         kernels = report["checks"]["kernels"]["numbers"]
         assert kernels["variants"] == kernels["run"] > 100
         for dtype in ("float32", "float16", "bfloat16"):
@@ -136,7 +148,9 @@ class TestStatus:
             pytest.fail("Ctrl-C was not caught")
         assert status == 130
         out, err = capsys.readouterr()
-        assert err == "interrupted\n" and list(few_checks) == ["first"]
+        assert err == "1 of 3 checks: first: ok (0.0 s)\ninterrupted\n" and list(few_checks) == [
+            "first"
+        ]
         head, *rest = [line.partition(" (")[0] for line in out.splitlines()]
         assert head == "mlx_paged.doctor: not finished: second; not begun: third"
         assert rest == [

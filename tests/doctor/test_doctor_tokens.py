@@ -45,7 +45,9 @@ def test_reads_after_later_writes_are_noticed(monkeypatch):
 def play() -> tokens.Play:
     """A play whose mlx-lm always answers [1, 2, 0]; token 2 is nearly as likely as token 1."""
     row = np.array([-20.0, -1.0, -1.01, -3.0])
-    answer = SimpleNamespace(max_tokens=3, answer=lambda prompt: ([1, 2, 0], [row, row, row]))
+    answer = SimpleNamespace(
+        max_tokens=3, tie=tokens.TIE, answer=lambda prompt: ([1, 2, 0], [row, row, row])
+    )
     play = tokens.Play(SimpleNamespace(), answer)
     play._prompts = {0: [5, 6]}
     return play

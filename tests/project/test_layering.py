@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "terminal": {"engine", *COMMAND, *REQUESTS},
     "doctor": {
         *("engine", "drop_in", "metrics", "attention", "kv", "ops", "command_buffers"),
+        "system_memory",
         *COMMAND,
         *REQUESTS,
     },
