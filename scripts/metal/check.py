@@ -1,6 +1,6 @@
 """Checks the Metal sources and launches for what Apple's compiler and MLX's encoder refuse.
 
-    python -m scripts.metal.check [--one-in N --seed TEXT] [PATH ...]
+    python -m scripts.metal.check [--one-in N --seed TEXT] [--language VERSION] [PATH ...]
 
 Without paths it checks every launch that an engine can reach (scripts/metal/reachable.py) and the
 source of each; with --one-in those of one in N kinds of layers, which the seed chooses. Paths are
@@ -22,6 +22,7 @@ from mlx_paged.cli import COUNT
 from scripts.metal.reachable import BLOCK_SIZES, architectures, kinds_of, reachable_calls
 from scripts.metal.sources import DTYPES
 from tests.metal_emulator.apple_rules import (
+    LANGUAGES,
     RULES,
     Finding,
     check_call,
@@ -48,9 +49,13 @@ def joined(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield some[0], text
 
 
-def check_sources(sources: Mapping[str, str]) -> list[Finding]:
-    """The findings in sources, by file name."""
-    return [found for name, text in joined(sources) for found in check_source(text, name)]
+def check_sources(
+    sources: Mapping[str, str], languages: Sequence[str] = LANGUAGES
+) -> list[Finding]:
+    """The findings in sources, by file name, in one of these versions of Metal."""
+    return [
+        found for name, text in joined(sources) for found in check_source(text, name, languages)
+    ]
 
 
 def check_reachable(
@@ -58,6 +63,7 @@ def check_reachable(
     block_sizes: Sequence[int] = BLOCK_SIZES,
     one_in: int = 1,
     seed: str = "",
+    languages: Sequence[str] = LANGUAGES,
 ) -> tuple[list[Finding], str]:
     """The findings in all that an engine can reach, or in one of so many kinds of layers, and how
     much that is."""
@@ -74,7 +80,7 @@ def check_reachable(
             num_plans += 1
             pipelines.add(launch["pipeline"])
             sources[f"{launch['kernel']}.metal"] = launch["source"]
-    findings.update(check_sources(sources))
+    findings.update(check_sources(sources, languages))
     size = (
         f"{len(sources)} sources, {num_plans} plans of {len(pipelines)} pipelines for "
         f"{len(served)} architectures with {len(kinds)} kinds of layers"
@@ -93,16 +99,18 @@ def main() -> None:
     parser.add_argument("paths", type=Path, nargs="*", metavar="PATH")
     parser.add_argument("--one-in", type=COUNT, default=1, metavar="N")
     parser.add_argument("--seed", default="", metavar="TEXT")
+    parser.add_argument("--language", choices=LANGUAGES, help="of Metal; default: all of them")
     args = parser.parse_args()
+    languages = LANGUAGES if args.language is None else (args.language,)
     mx.set_default_device(mx.Device(mx.cpu))
     if args.paths:
         sources = read_sources(args.paths)
-        findings, size = check_sources(sources), f"{len(sources)} sources"
+        findings, size = check_sources(sources, languages), f"{len(sources)} sources"
     else:
-        findings, size = check_reachable(one_in=args.one_in, seed=args.seed)
+        findings, size = check_reachable(one_in=args.one_in, seed=args.seed, languages=languages)
     for finding in findings:
         print(finding)
-    print(f"{len(findings)} findings: {size}, {len(RULES)} rules")
+    print(f"{len(findings)} findings: {size}, {len(RULES)} rules, Metal {', '.join(languages)}")
     sys.exit(bool(findings))
 
 

@@ -21,6 +21,26 @@ SOURCES: dict[str, list[tuple[str, str]]] = {
             "<metal_atomic> is not",
         ),
     ],
+    "bare-pointer": [
+        ("inline float first(float* p) {\n  return p[0];\n}\n", "without an address space"),
+        (f"kernel void f({OUT}) {{\n  float& x = out[0];\n}}\n", "without an address space"),
+    ],
+    "generic-this": [
+        (
+            "struct Row {\n  float v[4];\n  thread float& at(short i) {\n"
+            "    return v[i];\n  }\n};\n",
+            "`this` of at is generic",
+        ),
+        (
+            "struct Row {\n  float v[4];\n  float sum() const {\n    const thread float* p = v;\n"
+            "    return p[0] + p[1];\n  }\n};\n",
+            "`this` of sum is generic",
+        ),
+    ],
+    "bfloat-name": [
+        ("typedef bfloat bfloat16;\nkernel void f() {}\n", "bfloat16 is a reserved name"),
+        ("struct bfloat16 {\n  ushort bits;\n};\n", "bfloat16 is a reserved name"),
+    ],
     "program-scope": [
         ("constexpr int SIZE = 3;\nkernel void f() {}\n", "address space constant"),
         ("int counter;\nkernel void f() {}\n", "address space constant"),

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from .apple_mistakes import ABSENT, OPTIONAL, PRESENT, PROLOGUE, SOURCES
-from .apple_rules import LAUNCH_RULES, SOURCE_RULES, check_call, check_source
+from .apple_rules import LANGUAGES, LAUNCH_RULES, SOURCE_RULES, check_call, check_source
 from .apple_rules.source import MetalSource
 from .mlx_headers import mlx_include_dir
 from .preprocess import preprocess
@@ -29,7 +29,7 @@ def test_every_rule_has_a_mistake() -> None:
     assert {*SOURCES, "absent-argument"} == SOURCE_RULES.keys()
 
 
-@pytest.mark.sampled(38)
+@pytest.mark.sampled(44)
 @pytest.mark.parametrize(("rule", "text", "words"), MISTAKES)
 def test_a_mistake_is_found(rule: str, text: str, words: str) -> None:
     found = find(rule, text)
@@ -37,6 +37,29 @@ def test_a_mistake_is_found(rule: str, text: str, words: str) -> None:
     for place, _ in found:
         file, line = place.split(":")
         assert file == "bad.metal" and int(line) > PROLOGUE.count("\n")
+
+
+RIGHT_IN_ALL = (
+    "struct Row {\n  float v[4];\n  thread float& at(short i) thread {\n    return v[i];\n  }\n"
+    "  float first() const {\n    return v[0];\n  }\n"
+    "  static thread float* of(thread Row& row) {\n    return row.v;\n  }\n};\n"
+    "inline bfloat sum(device const bfloat* p) {\n  return p[0] + p[1];\n}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "languages"),
+    [("bare-pointer", ["3.1", "3.2", "4.0"]), ("generic-this", ["4.1"]), ("bfloat-name", None)],
+)
+def test_a_rule_of_some_versions(rule: str, languages: list[str] | None) -> None:
+    text = PROLOGUE + SOURCES[rule][0][0]
+    found = [
+        language
+        for language in LANGUAGES
+        if rule in {each.rule for each in check_source(text, "bad.metal", [language])}
+    ]
+    assert found == (languages or list(LANGUAGES))
+    assert find(rule, RIGHT_IN_ALL) == []
 
 
 @pytest.mark.slow

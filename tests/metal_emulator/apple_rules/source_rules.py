@@ -1,12 +1,13 @@
 """The rules for sources, in one table."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..language.tokens import TranslationError
 from ..toolchain import CompileError
-from . import argument_rules, call_rules, language_rules
+from . import argument_rules, call_rules, language_rules, version_rules
 from .absent_arguments import absent_arguments
 from .source import Finding, MetalSource
+from .version_rules import LANGUAGES
 
 Rule = Callable[[MetalSource], Iterator[tuple[str, str]]]
 """Finds places, as "file.metal:line", and says what is wrong with them."""
@@ -34,11 +35,17 @@ SOURCE_RULES: dict[str, Rule] = {
     "shuffle-delta": call_rules.shuffle_deltas,
     "address-spaces": call_rules.choices_of_two_address_spaces,
     "absent-argument": absent_arguments,
+    "bare-pointer": version_rules.bare_pointers,
+    "generic-this": version_rules.generic_this,
+    "bfloat-name": version_rules.names_of_bfloat,
 }
 
+LANGUAGES_OF = {"bare-pointer": ("3.1", "3.2", "4.0"), "generic-this": ("4.1",)}
+"""The versions of Metal that have a rule; all have the others."""
 
-def check_source(text: str, name: str) -> list[Finding]:
-    """What of `text`, the whole source of a library, breaks a rule."""
+
+def check_source(text: str, name: str, languages: Sequence[str] = LANGUAGES) -> list[Finding]:
+    """What of `text`, the whole source of a library, breaks a rule of one of these versions."""
     source = MetalSource(text, name)
     found = [Finding(place, "ascii", what) for place, what in SOURCE_RULES["ascii"](source)]
     if found:  # the tokens are not to be trusted
@@ -47,7 +54,7 @@ def check_source(text: str, name: str) -> list[Finding]:
     if any("not found" in finding.message for finding in found):  # there are no tokens
         return found
     for rule, find in SOURCE_RULES.items():
-        if rule in ("ascii", "includes"):
+        if rule in ("ascii", "includes") or not {*LANGUAGES_OF.get(rule, languages)} & {*languages}:
             continue
         try:
             found += [Finding(place, rule, what) for place, what in find(source)]

@@ -1,7 +1,8 @@
 """What C++ for OpenCL lets pass and Metal does not.
 
 Pointers and references of no address space; threadgroup variables outside of kernels; lambda
-expressions, which are not in Metal 3 (MLX has some, in its sources for Metal 4).
+expressions, which are not in Metal 3 (MLX has some, in its sources for Metal 4). What is
+right has to be so in each version that MLX asks for (`apple_rules/version_rules.py`).
 """
 
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ def violations(source: str) -> list[str]:
         kernel.declaration.start
         for kernel in kernels.find_functions(tokens, attributes, declarations)
     }
-    bare = _bare(tokens, declarations)
-    found = [(index, "a pointer or reference needs an address space") for index in bare]
+    places_of_bare = bare(tokens, declarations)
+    found = [(index, "a pointer or reference needs an address space") for index in places_of_bare]
     for variable in threadgroup_variables.find(tokens, declarations):
         if variable.function.start not in kernel_starts:
             found.append((variable.start, "threadgroup variables belong into kernels"))
@@ -48,7 +49,8 @@ def _lambdas(tokens: TokenList) -> Iterator[int]:
                 yield index
 
 
-def _bare(tokens: TokenList, declarations: list[Declaration]) -> Iterator[int]:
+def bare(tokens: TokenList, declarations: list[Declaration]) -> Iterator[int]:
+    """Where pointers and references without an address space begin."""
     for declaration in (d for top in declarations for d in top.walk()):
         if declaration.kind in (Kind.NAMESPACE, Kind.INSTANTIATION, Kind.CLASS):
             continue
