@@ -7,13 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
-import mlx.core as mx
-
-from mlx_paged import ops
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings
-from mlx_paged.doctor.variants import QUICK_STEP, Variant, all_variants, attention_call
+from mlx_paged.doctor.variants import QUICK_STEP, all_variants, launches_of
 
 METAL = ("xcrun", "-sdk", "macosx", "metal")
 ASK = (*METAL, "--version")  # `xcrun --find` also finds the stub of an Xcode without a compiler
@@ -44,32 +40,6 @@ def check_sources(found: Findings, quick: bool) -> None:
     found.failures += [f"{kernel}: {error}" for kernel, error in errors.items() if error]
     found.numbers["compiled"] = compiled = len(sources) - len(found.failures)
     found.lines.append(f"{compiled} of {len(sources)} compiled by Xcode as Metal 3.1")
-
-
-def launches_of(variant: Variant) -> list[dict[str, Any]]:
-    """What a GPU gets for a variant: kernels, pipelines, sources."""
-    metal = ops.metal
-    if variant.op == "attention":
-        arrays, options = attention_call(variant)
-        plan = metal.plan_attention(*arrays, scale=1.0, **options)
-    else:
-        shape, size = variant.shape, variant.block_size
-        dims, heads = shape.row_dims, shape.n_kv_heads
-        formats = list(zip(shape.formats, dims, strict=True))
-        caches = [
-            mx.zeros((heads, 2, size, form.columns(dim)), form.dtype) for form, dim in formats
-        ]
-        rows = [mx.zeros((1, heads, dim), shape.dtype) for dim in dims]
-        scales = {
-            name: mx.zeros((heads, 2, size, form.scale_columns(dim)), mx.float16)
-            for name, (form, dim) in zip(("k_scales", "v_scales"), formats, strict=True)
-            if form.has_scales
-        }
-        if variant.op == "write":
-            plan = metal.plan_write_kv(*rows, *caches, mx.zeros((1,), mx.int32), **scales)
-        else:
-            plan = metal.plan_copy_blocks(*caches, mx.zeros((1, 2), mx.int32))
-    return list(plan["launches"])
 
 
 def _compiler_missing() -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.doctor.float64 import Array
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import quantized
@@ -189,6 +190,32 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     arrays = [q, k, v, mx.array(tables), mx.array(contexts)]
     mx.eval(arrays, options)
     return arrays, options
+
+
+def launches_of(variant: Variant) -> list[dict[str, Any]]:
+    """What a GPU gets for a variant: kernels, pipelines, sources."""
+    metal = ops.metal
+    if variant.op == "attention":
+        arrays, options = attention_call(variant)
+        plan = metal.plan_attention(*arrays, scale=1.0, **options)
+    else:
+        shape, size = variant.shape, variant.block_size
+        dims, heads = shape.row_dims, shape.n_kv_heads
+        formats = list(zip(shape.formats, dims, strict=True))
+        caches = [
+            mx.zeros((heads, 2, size, form.columns(dim)), form.dtype) for form, dim in formats
+        ]
+        rows = [mx.zeros((1, heads, dim), shape.dtype) for dim in dims]
+        scales = {
+            name: mx.zeros((heads, 2, size, form.scale_columns(dim)), mx.float16)
+            for name, (form, dim) in zip(("k_scales", "v_scales"), formats, strict=True)
+            if form.has_scales
+        }
+        if variant.op == "write":
+            plan = metal.plan_write_kv(*rows, *caches, mx.zeros((1,), mx.int32), **scales)
+        else:
+            plan = metal.plan_copy_blocks(*caches, mx.zeros((1, 2), mx.int32))
+    return list(plan["launches"])
 
 
 def normal(rng: np.random.Generator, *sizes: int) -> Array:

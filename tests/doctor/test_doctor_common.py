@@ -16,8 +16,7 @@ from mlx_paged.doctor import apart, common, flags
 from mlx_paged.doctor import command as doctor
 from mlx_paged.doctor.findings import Findings, run_check
 from mlx_paged.doctor.kernels import chosen
-from mlx_paged.doctor.sources import launches_of
-from mlx_paged.doctor.variants import Variant, common_variants
+from mlx_paged.doctor.variants import Variant, common_variants, launches_of
 
 FEW = 40
 """Pipelines that a Mac compiles in well below a minute: tenths of a second each."""
