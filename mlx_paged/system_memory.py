@@ -1,12 +1,14 @@
 """What the operating system says of its memory. Imports no mlx."""
 
 import ctypes
+import resource
 import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 MEMINFO = "/proc/meminfo"
+LOWEST_BIT = bytes(byte & 1 for byte in range(256))
 HOST_VM_INFO64 = 4  # of mach/host_info.h
 
 
@@ -49,6 +51,20 @@ def of_meminfo(path: str = MEMINFO) -> int | None:
     return None
 
 
+def resident_bytes(address: int, size: int) -> int | None:
+    """Bytes of the pages of ``[address, address + size)`` that are in memory; None: the system does
+    not tell."""
+    page = resource.getpagesize()
+    first = address // page * page
+    pages = (ctypes.c_ubyte * (-(-(address + size - first) // page)))()
+    length = ctypes.c_size_t(address + size - first)
+    try:
+        failed = _c_library().mincore(ctypes.c_void_p(first), length, pages)
+    except AttributeError:
+        return None
+    return None if failed else page * bytes(pages).translate(LOWEST_BIT).count(1)
+
+
 def of_mach(library: Any = None) -> int | None:
     """Bytes of the pages that macOS calls free, inactive or purgeable.
 
@@ -68,6 +84,27 @@ def of_mach(library: Any = None) -> int | None:
     if failed:
         return None
     return int(pages.free + pages.inactive + pages.purgeable) * size.value
+
+
+class MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc's malloc.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks", "uordblks")),
+        *((name, ctypes.c_size_t) for name in ("fordblks", "keepcost")),
+    ]
+
+
+def unused_heap() -> int:
+    """Bytes that were freed and that glibc keeps; 0: another C library, which does not tell. After
+    ``malloc_trim`` some of their pages are not in memory."""
+    try:
+        tell = _c_library().mallinfo2
+    except AttributeError:
+        return 0
+    tell.restype = MallocInfo
+    return int(tell().fordblks)
 
 
 @cache

@@ -138,7 +138,8 @@ VERBS = {
         *("forget_cached", "leave_tier", "park", "unpark", "release", "levels", "ahead_of"),
         *("blocks_in_use", "gives_several", "has_tier", "tier_metrics", "refcount_histogram"),
         *("copies_when_idle", "has_more_copies", "keep_copies"),
-        *("pin", "forget", "forget_kept", "least_blocks", "blocks_needed", "shrink", "grow"),
+        *("pin", "forget", "forget_kept", "holdings", "least_blocks", "blocks_needed", "shrink"),
+        "grow",
     }
 }
 """What other rooms may call of an object; all else of the object is internal to its room."""

@@ -17,6 +17,7 @@ from mlx_paged.adapters.layers import AdaptedLayers, Group, LowRankTerms
 from mlx_paged.adapters.places import Place
 from mlx_paged.adapters.stacks import FEWEST_SLOTS, RankStacks
 from mlx_paged.arguments import is_real, memory, one_line, shown
+from mlx_paged.holdings import Holding
 from mlx_paged.ops import as_numpy
 from mlx_paged.options import PoolConfig
 from mlx_paged.runner.batch import Batch, Layout
@@ -91,6 +92,10 @@ class AdapterStore:
     def num_bytes(self) -> int:
         """Bytes of the stacks."""
         return sum(stacks.num_bytes for stacks in self._stacks.values())
+
+    def holdings(self) -> list[Holding]:
+        """The line of a ledger of memory."""
+        return [Holding("adapters", self.num_bytes, self.budget, is_mlx=True)]
 
     @property
     def num_alive(self) -> int:

@@ -21,7 +21,7 @@ class ModelCore(EngineCore):
     """The engine of the parts that a model gives, before it has calls that wait."""
 
     def __init__(self, parts: EngineParts, **options: Any) -> None:
-        self._models = parts.models
+        self._models, self.ledger = parts.models, parts.ledger
         runner, instruments = parts.models.runner, parts.instruments
         super().__init__(parts.scheduler, runner, parts.stats, instruments=instruments, **options)
         if parts.models.adapters is not None:

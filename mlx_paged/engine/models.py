@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_paged.adapters.store import AdapterStore
 from mlx_paged.arguments import GB, require
+from mlx_paged.engine.ledger import Ledger, libraries_bytes
 from mlx_paged.engine.text import Tokenizer
 from mlx_paged.heads.opening import open_head
 from mlx_paged.kv.limits import HeldLimits
@@ -155,12 +156,14 @@ class EngineParts:
         scheduler: decides what each step computes.
         stats: counters.
         instruments: measure each step.
+        ledger: what the engine holds.
     """
 
     models: EngineModels
     scheduler: Scheduler
     stats: EngineStats
     instruments: RecorderConfig
+    ledger: Ledger
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any, config: EngineConfig) -> "EngineParts":
@@ -171,6 +174,7 @@ class EngineParts:
             ValueError: no room for the pool, or `kv_disk` cannot be used or is in use.
             OSError: `metrics_jsonl` cannot be written.
         """
+        libraries_bytes()  # before the pool takes memory
         writer = None if config.metrics_jsonl is None else TickWriter(config.metrics_jsonl)
         phases = PhaseTimes() if config.profile else None
         models = EngineModels.of(model, config, phases)
@@ -187,13 +191,19 @@ class EngineParts:
             ranks=models.rank_stats,
             memory_budget=models.budget.parts,
         )
+        scheduler = _scheduler(config, models, opener)
+        ledger = Ledger([each.holdings for each in models.both], models.budget)
+        ledger.holders.append(scheduler.holdings)
+        if models.adapters is not None:
+            ledger.holders.append(models.adapters.holdings)
         instruments = RecorderConfig(
             TickLog(spike_ms=config.spike_ms, profile=config.profile),
             KVReads(pooled.profile.read_bytes, config.block_size),
             phases,
             writer,
+            ledger.report,
         )
-        return cls(models, _scheduler(config, models, opener), stats, instruments)
+        return cls(models, scheduler, stats, instruments, ledger)
 
 
 def with_detokenizer(tokenizer: Any) -> Tokenizer | None:

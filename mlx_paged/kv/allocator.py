@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlx_paged.arguments import MAX_INT32, integer
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
 from mlx_paged.kv.blocks import BlockCopy, BlockStore, BlockTransfer, ceil_div
 from mlx_paged.kv.cached_block import CachedBlock
@@ -77,6 +78,9 @@ class NoStates:
 
     def forget_kept(self) -> bool:
         return False
+
+    def holdings(self) -> list[Holding]:
+        return []
 
     def check_integrity(self, of_sequences: Iterable[None]) -> None:
         pass

@@ -134,6 +134,17 @@ class KVPool:
     def nbytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
+    def places(self) -> list[tuple[int, int]]:
+        """The address and the bytes of each memory that the device writes to in place, on a CPU.
+        Computes nothing."""
+        sizes: dict[int, int] = {}  # layers may share memory, and latent values are in the keys
+        for handles in self._first:
+            for handle in handles:
+                memory = ops.as_numpy(handle.transpose(1, 0, 2, 3))
+                address = memory.__array_interface__["data"][0]
+                sizes[address] = max(memory.nbytes, sizes.get(address, 0))
+        return list(sizes.items())
+
     def layer(self, layer: int) -> LayerKV:
         """The arrays that attention of a layer reads."""
         return LayerKV(*[handles[layer] for handles in self.stored])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_ends import PrefixEnds
 from mlx_paged.kv.prefix_match import PrefixMatch
@@ -126,6 +127,9 @@ class StateKind(Protocol):
 
     def forget_kept(self) -> bool:
         """Forget the checkpoints of the prefix cache; returns whether there were any."""
+
+    def holdings(self) -> list[Holding]:
+        """What memory the states take."""
 
     def check_integrity(self, of_sequences: Iterable[Any]) -> None:
         """Assert that every holder is counted."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from weakref import ReferenceType, ref
 
 from mlx_paged.arguments import integer
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
 from mlx_paged.kv.prefix_match import PrefixMatch
@@ -265,6 +266,14 @@ class StateIds:
             return False
         self.snapshots.clear()
         return True
+
+    def holdings(self) -> list[Holding]:
+        size, kept = self._state_bytes, len(self.snapshots or ())
+        limit = 0 if self.snapshots is None else self.snapshots.max_snapshots
+        return [
+            Holding("snapshots", size * kept, size * limit, is_mlx=True),
+            Holding("states", size * (len(self._holders) - kept), is_mlx=True),
+        ]
 
     def check_integrity(self, of_sequences: Iterable[SequenceStates]) -> None:
         held = Counter[int]()

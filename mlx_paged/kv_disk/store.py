@@ -66,6 +66,7 @@ class DiskStore:
             for the pool to read, and for numpy to fill.
 
     Attributes:
+        staged_bytes: of payloads that are on their way to the disk.
         counts: as the keys of docs/metrics.md.
         dropped: records that were not trusted or not written, by reason.
     """
@@ -79,7 +80,7 @@ class DiskStore:
         self._make_rows = make_rows
         self._index: dict[bytes, Location] = {}
         self._pending: dict[bytes, Any] = {}  # on their way to the disk
-        self._staged = 0
+        self.staged_bytes = 0
         self._lock = Lock()  # guards what several threads count
         self._written, self._day = 0, monotonic()
         self._resume = 0.0
@@ -104,7 +105,7 @@ class DiskStore:
     @property
     def has_room(self) -> bool:
         """Whether :meth:`put` takes more now."""
-        return self._staged < STAGING and self.is_writable
+        return self.staged_bytes < STAGING and self.is_writable
 
     def size_of(self, key: bytes) -> int:
         """Bytes of a payload; 0 if it is unknown or in memory still."""
@@ -124,7 +125,7 @@ class DiskStore:
         if key not in self and self.has_room:
             self._pending[key] = payload
             with self._lock:
-                self._staged += len(payload)
+                self.staged_bytes += len(payload)
             self._writer.submit(self._write, key, payload)
 
     def load(self, keys: Sequence[bytes]) -> Load:
@@ -209,7 +210,7 @@ class DiskStore:
         finally:
             del self._pending[key]
             with self._lock:
-                self._staged -= len(payload)
+                self.staged_bytes -= len(payload)
 
     def _give_up(self, reason: str, problem: str) -> None:
         """Count a record that is not written; tell the log of the first one of each reason."""

@@ -9,12 +9,13 @@ from itertools import accumulate
 from time import monotonic
 from typing import Any
 
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.cached_block import CachedBlock
 from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
-from mlx_paged.kv_disk.store import DiskStore, Load
+from mlx_paged.kv_disk.store import STAGING, DiskStore, Load
 from mlx_paged.request import Request
 
 STEP_BYTES = 1 << 24
@@ -115,6 +116,16 @@ class KVDiskTier:
         """Counters as plain JSON values: see docs/metrics.md."""
         levels = {"records": len(self.store), "loading": len(self.loading)}
         return self.store.counts | {"dropped": dict(self.store.dropped)} | levels
+
+    def holdings(self) -> list[Holding]:
+        """The memory of what is on its way to the disk and back."""
+        loads = {awaited.load for awaited in self._awaited.values()}
+        read = sum(load.num_bytes for load in loads if load.num_bytes > STEP_BYTES)
+        return [
+            Holding("disk_staging", STEP_BYTES, STEP_BYTES, is_mlx=True),  # of short loads
+            Holding("disk_reads", read, LOAD_BYTES),
+            Holding("disk_writes", self.store.staged_bytes, STAGING, is_mlx=True),
+        ]
 
     def close(self) -> None:
         """Give up the disk. What was given to :meth:`put` is written before."""

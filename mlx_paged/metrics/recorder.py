@@ -180,6 +180,7 @@ class RecorderConfig:
     reads: KVReads | None = None
     phases: PhaseTimes | None = None  # times that a profiling runner measures
     writer: TickWriter | None = None  # to a file
+    memory: Callable[[], dict[str, Any]] | None = None  # the account of the process's memory
 
 
 def record_memory(stats: EngineStats, reads: Reads) -> None:
@@ -228,6 +229,7 @@ class TickRecorder:
             "waiting": levels.waiting,
             "blocks_in_use": levels.blocks_in_use,
             "blocks_cached": levels.blocks_cached,
+            "memory": None if self._config.memory is None else self._config.memory(),
             "kv_disk": self._scheduler.tier_metrics(),
             "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
             "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),

@@ -4,6 +4,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_paged.holdings import Holding
 from mlx_paged.runner.batch import Batch
 
 
@@ -23,6 +24,10 @@ class HostedModel(nn.Module):
 
     def forget_kept(self) -> bool:
         """Give up what is only kept for later batches; returns whether there was anything."""
+        raise NotImplementedError
+
+    def holdings(self) -> list[Holding]:
+        """What is kept for later batches."""
         raise NotImplementedError
 
     def arguments(self, batch: Batch) -> dict[str, Any]:

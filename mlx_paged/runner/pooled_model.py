@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_paged import ops
 from mlx_paged.attention.paths import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.default_pool import Beside, Needs, default_blocks
@@ -28,8 +29,10 @@ from mlx_paged.kv.memory import (
     working_set,
 )
 from mlx_paged.kv.pool import KVPool, are_written_in_place, planned_block_bytes
+from mlx_paged.kv.pool_holdings import pool_holdings
 from mlx_paged.options import PoolConfig
 from mlx_paged.request import Request
+from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.layer_states import StateMemory
 from mlx_paged.runner.layer_work import command_bound
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
@@ -176,6 +179,7 @@ class PooledModel:
         holder = self.limits and self.limits.holder
         self.pool = KVPool((), num_blocks, block_size, self.plan, num_blocks, holder)
         promise(self.allocator.states)
+        self._hosted = measured.model if isinstance(measured.model, HostedModel) else None
         self.runner = make_runner(
             measured.model,
             self.profile,
@@ -203,6 +207,17 @@ class PooledModel:
     def _has_kernels(self) -> bool:
         shapes = (kind.shape for kind in self.profile.attentions)
         return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
+
+    def holdings(self) -> list[Holding]:
+        """What the model, its pool and its states take of the memory now."""
+        traces = 0 if self.traces is None else self.traces.bytes
+        return [
+            Holding("weights", self._budget.weights, self._budget.weights, is_mlx=True),
+            *pool_holdings(self.pool, self.allocator),
+            *self.allocator.states.holdings(),
+            *(self._hosted.holdings() if self._hosted is not None else ()),
+            Holding("traces", traces),
+        ]
 
     def warm_up(self) -> None:
         """Compile the GPU's pipelines, those of this package and, in one process, those of MLX for

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer, OutOfBlocksError
 from mlx_paged.kv.pins import Pinned
@@ -266,6 +267,10 @@ class Scheduler(Places):
     def tier_metrics(self) -> dict[str, Any] | None:
         """The counters of the tier as plain JSON values; None if there is no tier."""
         return self.tier.metrics()
+
+    def holdings(self) -> list[Holding]:
+        """The memory of the tier."""
+        return self.tier.holdings()
 
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have each number of references."""

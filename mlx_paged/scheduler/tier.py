@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_match import MissReason, PrefixMatch
 from mlx_paged.request import Request
@@ -48,6 +49,9 @@ class Tier(Protocol):
     def metrics(self) -> dict[str, Any] | None:
         """Counters as plain JSON values; None if there is no tier."""
 
+    def holdings(self) -> list[Holding]:
+        """What memory the tier takes."""
+
     def close(self) -> None:
         """Write what was given to :meth:`put`, then keep nothing more."""
 
@@ -81,6 +85,9 @@ class NoTier:
 
     def put(self, copied: Sequence[BlockTransfer]) -> None:
         pass
+
+    def holdings(self) -> list[Holding]:
+        return []
 
     def metrics(self) -> None:
         return None

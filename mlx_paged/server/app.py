@@ -26,12 +26,12 @@ from mlx_paged.protocol import json_text, messages, request_body, responses
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.protocol.request_body import Refusal, refusing
 from mlx_paged.request import BACKGROUND
-from mlx_paged.server import bodies, heap, keys, workers
+from mlx_paged.server import bodies, cache_view, heap, keys, workers
 from mlx_paged.server.answers import Answer
 from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
 from mlx_paged.server.held_bytes import PART_BYTES, HeldBytes, Share, send_in_pieces, share_of
 from mlx_paged.server.json_answer import JsonAnswer
-from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
+from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics
 from mlx_paged.server.models import Models
 from mlx_paged.server.request_log import logged, record_of
 from mlx_paged.server.tickets import Tickets
@@ -85,6 +85,7 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
             Route("/v1/models/{name:path}", _list_models),
             *(Route(path, _health) for path in ("/health", "/ready")),
             Route("/metrics", _metrics),
+            Route("/v1/cache", cache_view.cache),
             Route("/status", _status),
             Route("/", _page),
         ],
@@ -179,6 +180,7 @@ def _engine_probes(models: Models) -> dict[str, Callable[[], Awaitable[object]]]
 def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
     """Middleware that refuses requests of others and counts all answers."""
     root, held = args.root_path.rstrip("/"), HeldBytes(args.max_held_bytes)
+    metrics.holders.append(held.holdings)
     is_local = args.host in LOOPBACK and args.uds is None
     hosts = args.allowed_hosts or (LOOPBACK if is_local else ["*"])
     names = {name.lower().strip("[]") for name in (*hosts, args.host)} - {""}
@@ -386,15 +388,11 @@ async def _metrics(request: Request) -> Response:
 
 
 async def _status(request: Request) -> Response:
-    models, metrics = list(request.app.state.models.loaded.values()), request.app.state.metrics
-
-    def read() -> list[dict[str, Any]]:
-        return [metrics.status(m.name) | m.service.call(engine_status) for m in models]
-
+    metrics = request.app.state.metrics
     with suppress(RuntimeError):  # an engine has stopped
         status = {"uptime_s": time.time() - request.app.state.created}
         status["failed_answers"] = metrics.failed_answers()
-        return JsonAnswer(status | {"models": await asyncio.to_thread(read)})
+        return JsonAnswer(status | await asyncio.to_thread(metrics.engines))
     raise Refusal(503, "the engine has stopped")
 
 

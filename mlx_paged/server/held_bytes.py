@@ -3,6 +3,7 @@ have one limit. Imports no mlx."""
 
 from starlette.types import Message, Scope, Send
 
+from mlx_paged.holdings import Holding
 from mlx_paged.protocol.request_body import Refusal
 
 FREE = 1 << 16  # bytes of each request that are not counted, so that small requests always pass
@@ -22,6 +23,10 @@ class HeldBytes:
     def __init__(self, most: int) -> None:
         self.most = most
         self.size = 0
+
+    def holdings(self) -> list[Holding]:
+        """The line of a ledger."""
+        return [Holding("bodies_and_answers", self.size, self.most)]
 
 
 class Share:

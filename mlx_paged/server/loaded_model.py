@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.default_pool import largest_default
 from mlx_paged.loading import load_with_config, of_another_model
 from mlx_paged.outputs import describe
@@ -54,6 +55,10 @@ class Model(ModelTraits):
         self.taken += change
         self.last_used = time.monotonic()
         (self.idle.clear if self.taken else self.idle.set)()
+
+    def holdings(self) -> list[Holding]:
+        """What the server holds for this model's requests."""
+        return [Holding("images_of_requests", self.held, MAX_HELD)]
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:

@@ -1,11 +1,11 @@
 """The metrics that ``/metrics`` shows, in Prometheus' format."""
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,10 +14,14 @@ from prometheus_client.core import GaugeMetricFamily as GAUGE
 from prometheus_client.core import HistogramMetricFamily, Metric
 
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.ledger import account
+from mlx_paged.holdings import Holder, Holding
 from mlx_paged.metrics.tick_log import BUCKETS_MS, TimeHistogram
+from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.models import Models
 from mlx_paged.server.recent import Recent
 
+T = TypeVar("T")
 Kind = type[GAUGE | COUNTER]
 
 GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
@@ -129,6 +133,24 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     ]
 
 
+def with_lines(read: Callable[[Engine], T]) -> Callable[[Engine], tuple[T, list[Holding]]]:
+    """A function for the engine's thread: what `read` tells, and the lines of the ledger."""
+    return lambda engine: (read(engine), engine.ledger.lines())
+
+
+def _of_memory(account: Mapping[str, Any]) -> list[Metric]:
+    """The account of a process's memory."""
+    held = {name: each["bytes"] for name, each in account["held"].items()}
+    limits = {name: each["limit"] for name, each in account["held"].items()}
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    text = "Bytes of this process, as the system counts them."
+    return [
+        _family(GAUGE, "memory_held_bytes", "Bytes by what holds them.", held, "what"),
+        _family(GAUGE, "memory_limit_bytes", "Bytes that each holds at most.", known, "what"),
+        _family(GAUGE, "process_bytes", text, account["process_bytes"]),
+    ]
+
+
 def _of_pressure(pressure: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """What the system said of its memory, and what was given back to it."""
     given = pressure["given_back"]
@@ -196,6 +218,7 @@ class ServerMetrics:
 
     def __init__(self, models: Models) -> None:
         self._models = models
+        self.holders: list[Holder] = []  # of memory of the server itself
         self._registry = CollectorRegistry()
         keep: dict[str, Any] = {"registry": self._registry, "namespace": "mlx_paged"}
         since = "Time from the request's arrival to the "
@@ -252,6 +275,21 @@ class ServerMetrics:
         latencies = {name: recent.percentiles(label) for name, recent in self._recent.items()}
         return {"model": label, "ended": ended, **latencies}
 
+    def engines(self) -> dict[str, Any]:
+        """What the status page shows of all loaded models, and of the process's memory. Raises
+        RuntimeError if an engine has stopped."""
+        models, statuses, lines = list(self._models.loaded.values()), [], list[Holding]()
+        for model in models:
+            found, own = model.service.call(with_lines(engine_status))
+            statuses.append(self.status(model.name) | found)
+            lines += own
+        return {"models": statuses, "memory": self._account(lines, models)}
+
+    def _account(self, lines: Sequence[Holding], models: Iterable[Model]) -> dict[str, Any]:
+        """The account of the process's memory, with the lines of its engines."""
+        holders = [*self.holders, *(model.holdings for model in models)]
+        return account([*lines, *(line for holder in holders for line in holder())])
+
     def failed_answers(self) -> dict[str, float]:
         """HTTP answers that are errors, by status."""
         return {
@@ -271,11 +309,15 @@ class ServerMetrics:
         held = {"active": mx.get_active_memory(), "cached": mx.get_cache_memory()}
         held |= {"peak": mx.get_peak_memory()}
         found.append(_family(GAUGE, "mlx_memory_bytes", "Bytes that MLX holds.", held, "kind"))
-        for model in list(self._models.loaded.values()):
+        models, lines = list(self._models.loaded.values()), list[Holding]()
+        for model in models:
             with suppress(RuntimeError):  # its engine has stopped
                 label = self._models.names.label(model.name)
-                found += model.service.call(partial(engine_metrics, model=label))
-        return _summed(found)
+                read = partial(engine_metrics, model=label)
+                families, own = model.service.call(with_lines(read))
+                found += families
+                lines += own
+        return _summed([*found, *_of_memory(self._account(lines, models))])
 
     def describe(self) -> list[Metric]:
         """Keeps the registry from calling :meth:`collect` when it registers this object."""

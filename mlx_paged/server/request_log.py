@@ -14,7 +14,7 @@ LOGGER = logging.getLogger(__name__)
 
 GONE = 499  # as proxies write it: the client did not wait for its answer
 LONGEST_ID = 128
-POLLED = {"/health", "/ready", "/metrics", "/status"}
+POLLED = {"/health", "/ready", "/metrics", "/status", "/v1/cache"}
 """Paths that are asked again and again: their good answers are logged at the level DEBUG."""
 
 

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_paged.server.metrics import SECONDS
 from mlx_paged.server.recent import WINDOW_S, Recent
@@ -87,6 +88,14 @@ def test_the_status_says_what_the_metrics_say():
         line = f'vllm:request_success_total{{finished_reason="{reason}",model_name="mine"}} {count}'
         assert line in metrics
     assert status["failed_answers"] == {"400": 1, "404": 1}
+    held = status["memory"]["held"]
+    assert held["bodies_and_answers"]["bytes"] == 0 < held["bodies_and_answers"]["limit"]
+    assert held["weights"]["bytes"] > 0 < held["pool_idle"]["bytes"]
+    families = {each.name: each.samples for each in text_string_to_metric_families(metrics)}
+    told = {s.labels["what"]: s.value for s in families["mlx_paged_memory_limit_bytes"]}
+    assert told == {name: each["limit"] for name, each in held.items() if each["limit"] is not None}
+    told = {s.labels["what"]: s.value for s in families["mlx_paged_memory_held_bytes"]}
+    assert told.keys() == held.keys() and told["weights"] == held["weights"]["bytes"]
     for name in ("time_to_first_token", "inter_token_latency"):
         assert f'vllm:{name}_seconds_count{{model_name="mine"}}' in metrics
         assert 0 < model[name]["p50"] <= model[name]["p99"]

@@ -1,0 +1,45 @@
+"""GET /v1/cache: what the prefix caches know, in counts."""
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.known_chains import chains, known_blocks
+from mlx_paged.protocol.request_body import Refusal
+from mlx_paged.server.json_answer import JsonAnswer
+from mlx_paged.server.models import Models
+
+MOST = 1000
+USUAL = 100
+
+
+async def cache(request: Request) -> JsonAnswer:
+    """The longest chains of each loaded model, of the salt `cache_salt`, at most `limit` of each
+    model. Answers with 400 for another parameter."""
+    given = dict(request.query_params)
+    salt, limit = given.pop("cache_salt", ""), given.pop("limit", str(USUAL))
+    if given:
+        raise Refusal(400, f"{next(iter(given))!r:.80}: expected cache_salt or limit")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 9 and 1 <= int(limit) <= MOST):
+        raise Refusal(400, f"limit: expected an integer from 1 to {MOST}, got {limit!r:.80}")
+    try:
+        found = await asyncio.to_thread(_read, request.app.state.models, salt, int(limit))
+    except RuntimeError:
+        raise Refusal(503, "the engine has stopped") from None
+    return JsonAnswer({"object": "list", "data": found})
+
+
+def _read(models: Models, salt: str, most: int) -> list[dict[str, Any]]:
+    def blocks(engine: Engine) -> tuple[list[CachedBlock], float]:
+        return known_blocks(engine.manager.allocator), engine.clock()
+
+    found = []
+    for model in list(models.loaded.values()):
+        known, now = model.service.call(blocks)
+        count, longest = chains(known, salt.encode(), most, now)
+        told = [chain._asdict() for chain in longest]
+        found.append({"model": models.names.label(model.name), "num_chains": count, "chains": told})
+    return found
