@@ -1,7 +1,7 @@
 """Who owns which block: free list, reference counts, block tables, copy-on-write. Knows no mlx."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
@@ -10,80 +10,16 @@ from typing import Any
 import numpy as np
 
 from mlx_paged.arguments import MAX_INT32, integer
-from mlx_paged.holdings import Holding
 from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
 from mlx_paged.kv.blocks import BlockCopy, BlockStore, BlockTransfer, ceil_div
 from mlx_paged.kv.cached_block import CachedBlock
 from mlx_paged.kv.eviction import EvictionOrder, WorthOrder
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
-from mlx_paged.kv.prefix_cache import ROOT, PrefixCache, chain_hash, root_hash
-from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
+from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash
 from mlx_paged.kv.prefix_match import NeededBlock, PrefixMatch
 from mlx_paged.kv.retention import Retention
-from mlx_paged.kv.state_kind import EMPTY, Keep, Move, ReadAndLeft, State, StateKind, Text
-
-
-class NoStates:
-    """The kind of states of a model all of whose layers store K/V: there are none."""
-
-    exist = False
-    can_share = True
-    promised_bytes = 0
-
-    def __init__(self) -> None:
-        self.released: list[int] = []
-
-    def prefix_ends(self, caches: Seq[PrefixCache]) -> PrefixEnds:
-        return AnyEnd(caches)
-
-    def begin(self, match: PrefixMatch) -> None:
-        pass
-
-    def fork(self, held: None) -> None:
-        pass
-
-    def end(self, held: None) -> None:
-        pass
-
-    def resumes(self, held: None) -> State:
-        return EMPTY
-
-    def begins_at(self, held: None, num_computed: int) -> int:
-        return num_computed
-
-    def first_needed(self, held: None, position: int) -> int:
-        return position
-
-    def can_go_back(self, held: None, position: int) -> bool:
-        return True
-
-    def chunk_stop(self, start: int, stop: int, num_tokens: int) -> int:
-        return stop
-
-    def advance(self, held: None, start: int, stop: int, is_sure: bool, text: Text | None) -> Move:
-        return Move(State(0, start))
-
-    def advance_together(self, of_sequences: Iterable[None], positions: Seq[int]) -> None:
-        pass
-
-    def settle(self, held: None, num_tokens: int) -> None:
-        pass
-
-    def offer(self, held: None, keep: Keep) -> None:
-        pass
-
-    def leave(self, held: None, keep: Keep) -> None:
-        pass
-
-    def forget_kept(self) -> bool:
-        return False
-
-    def holdings(self) -> list[Holding]:
-        return []
-
-    def check_integrity(self, of_sequences: Iterable[None]) -> None:
-        pass
+from mlx_paged.kv.state_kind import Move, NoStates, ReadAndLeft, State, StateKind, Text
 
 
 class BlockAllocator:
@@ -149,6 +85,11 @@ class BlockAllocator:
     def blocks_to_append(self, num_sequences: int) -> int:
         """The most blocks that `num_sequences` sequences need for one more token each."""
         return num_sequences * self._width
+
+    @property
+    def num_available(self) -> int:
+        """How many blocks can be handed out now."""
+        return self.store.num_available
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
         """How many leading tokens :meth:`admit` would find in the cache."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mlx_paged.holdings import Holding
 from mlx_paged.kv.prefix_cache import PrefixCache
-from mlx_paged.kv.prefix_ends import PrefixEnds
+from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
 from mlx_paged.kv.prefix_match import PrefixMatch
 
 
@@ -133,3 +133,65 @@ class StateKind(Protocol):
 
     def check_integrity(self, of_sequences: Iterable[Any]) -> None:
         """Assert that every holder is counted."""
+
+
+class NoStates:
+    """The kind of states of a model all of whose layers store K/V: there are none."""
+
+    exist = False
+    can_share = True
+    promised_bytes = 0
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def prefix_ends(self, caches: Sequence[PrefixCache]) -> PrefixEnds:
+        return AnyEnd(caches)
+
+    def begin(self, match: PrefixMatch) -> None:
+        pass
+
+    def fork(self, held: None) -> None:
+        pass
+
+    def end(self, held: None) -> None:
+        pass
+
+    def resumes(self, held: None) -> State:
+        return EMPTY
+
+    def begins_at(self, held: None, num_computed: int) -> int:
+        return num_computed
+
+    def first_needed(self, held: None, position: int) -> int:
+        return position
+
+    def can_go_back(self, held: None, position: int) -> bool:
+        return True
+
+    def chunk_stop(self, start: int, stop: int, num_tokens: int) -> int:
+        return stop
+
+    def advance(self, held: None, start: int, stop: int, is_sure: bool, text: Text | None) -> Move:
+        return Move(State(0, start))
+
+    def advance_together(self, of_sequences: Iterable[None], positions: Sequence[int]) -> None:
+        pass
+
+    def settle(self, held: None, num_tokens: int) -> None:
+        pass
+
+    def offer(self, held: None, keep: Keep) -> None:
+        pass
+
+    def leave(self, held: None, keep: Keep) -> None:
+        pass
+
+    def forget_kept(self) -> bool:
+        return False
+
+    def holdings(self) -> list[Holding]:
+        return []
+
+    def check_integrity(self, of_sequences: Iterable[None]) -> None:
+        pass

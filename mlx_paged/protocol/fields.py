@@ -1,6 +1,6 @@
 """What becomes of each field of a request: tables. Does not import mlx."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_paged.arguments import is_count
@@ -21,6 +21,12 @@ SAMPLING = (
 
 FLEX = "flex"
 """The `service_tier` of a request of the background."""
+
+
+def is_flex(body: Mapping[str, Any]) -> bool:
+    """Whether a body asks for the background by its `service_tier`."""
+    return body.get("service_tier") == FLEX
+
 
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "num_draft_tokens"}
 LABELS |= {"client_metadata", "prompt_cache_options", "prompt_cache_retention", "cache_control"}

@@ -15,7 +15,6 @@ from mlx_paged.protocol.fields import (
     BOTH,
     CHAT,
     CONSTRAINTS,
-    FLEX,
     LABELS,
     ONLY,
     RANGES,
@@ -24,6 +23,7 @@ from mlx_paged.protocol.fields import (
     Fields,
     all_fields,
     allowed_tools,
+    is_flex,
     is_list,
     named_tool,
 )
@@ -161,7 +161,7 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
         elif name not in ONLY and value not in ASIDE.get(name, ()):
             unknown.append(name[:LONGEST_NAME])
     fields["constrained_by"], fields["constraint"] = constraints.of_fields(body)
-    if body.get("service_tier") == FLEX:
+    if is_flex(body):
         fields["priority"] = BACKGROUND
     fields["user"] = _user(body)
     _adapt(fields, max_samples)

@@ -1,7 +1,7 @@
 """The hidden states of a model's forwards, which heads read."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import local
 from typing import Any
@@ -124,13 +124,16 @@ class HiddenStates:
         wanted: the states, see ``Head.states``; none: nothing is watched.
         needs_all_rows: whether the last layer has to compute all rows.
         found: those of the latest forward, ``[B, L, ...]`` each, in the order of `wanted`.
+        forward: makes the context of a forward; `found` are its states afterwards.
     """
 
     def __init__(self, model: nn.Module, wanted: Sequence[int] = ()) -> None:
         self.wanted = wanted
         self.found: list[mx.array] = []
         self.needs_all_rows = False
+        self.forward: Callable[[], AbstractContextManager[None]] = nullcontext
         if wanted:
+            self.forward = self._watched_forward
             self._watched = WatchedModel.of(model)
             self._watched.watch(wanted)
             self.needs_all_rows = not {NORMED, self._watched.num_layers}.isdisjoint(wanted)
@@ -142,11 +145,7 @@ class HiddenStates:
         return self.found
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """A context of a forward; `found` are its states afterwards."""
-        if not self.wanted:
-            yield
-            return
+    def _watched_forward(self) -> Iterator[None]:
         with self._watched.forward() as states:
             yield
         self.found = [states[each] for each in self.wanted]
@@ -156,6 +155,6 @@ class HiddenStates:
         return bool(profile.last_layer_narrows) and not self.needs_all_rows
 
     def left_by(self, batch: Batch) -> list[ForwardStates]:
-        """What the latest forward, which was of this batch, leaves; nothing if nothing is read."""
+        """What the latest forward, which was of this batch, leaves. Something is wanted."""
         found, self.found = self.found, []
-        return [ForwardStates(batch.spans, batch.first_rows, found)] if self.wanted else []
+        return [ForwardStates(batch.spans, batch.first_rows, found)]

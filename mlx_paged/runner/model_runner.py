@@ -202,7 +202,7 @@ class ModelRunner:
         for batch in batches:
             launched.report.shared_keys += batch.shared_keys
             rows, scores, early = self._forward_and_first(batch, launched)
-            launched.hidden += self._hidden.left_by(batch)
+            launched.hidden += self._hidden.left_by(batch) if self._hidden.wanted else []
             first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
             waits = not self.pool.in_place and batch is not batches[-1]

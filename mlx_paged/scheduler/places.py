@@ -90,6 +90,7 @@ class Places:
     def add(self, request: Request) -> None:
         """Queue a request. Raises as :meth:`check_fits`."""
         self.check_fits(request)
+        self.allocator.retention.expire(self.clock)
         if not self.tier.ask(request):
             self.waiting.push(request)
 
@@ -191,7 +192,7 @@ class Places:
         """Let a waiting request run, in a place and on blocks of others if it needs them and they
         are enough; False if it waits on, or needs none."""
         giving = self.waiting.yielding(request, self.running.values())
-        max_blocks, free = self.allocator.max_blocks, self.allocator.store.num_available
+        max_blocks, free = self.allocator.max_blocks, self.allocator.num_available
         needed = 0
         if request.id not in self.parked:
             needed = max_blocks(request.num_tokens) + self._spare_blocks(request)

@@ -111,7 +111,6 @@ class Scheduler(Places):
         """Choose this step's tokens and make their slots writable. While another step is under way,
         a step with a chunk is held back."""
         planning = Planning()
-        self.allocator.retention.expire(self.clock)
         for request in self.tier.arrived(waits=not (self.running or self.waiting)):
             self.waiting.push(request)
         if self._isolated:
@@ -281,7 +280,7 @@ class Scheduler(Places):
         allocator, store, proposals = self.allocator, self.allocator.store, self.proposals
         return Levels(
             running=len(self.running),
-            waiting=len(self.waiting) + len(self.tier.loading),
+            waiting=len(self.waiting.ids) + len(self.tier.loading),
             blocks_in_use=store.blocks_in_use,
             blocks_cached=store.num_idle,
             preemptions=self.num_preemptions,
@@ -307,12 +306,12 @@ class Scheduler(Places):
         decodes, planning.prompts, exhausted = _sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
-        if self._take_places(planning):
+        if self.waiting.ids and self._take_places(planning):
             decodes, planning.prompts, _ = _sort_by_pending(self.running.values())
         if self.proposals.exist:
             decodes = self.proposals.schedule(planning, decodes)
         self._schedule_decodes(planning, decodes)
-        if planning.prompts or self.waiting:
+        if planning.prompts or self.waiting.ids:
             self._schedule_prompts(planning)
 
     def _take_places(self, planning: Planning) -> bool:

@@ -102,7 +102,7 @@ class Speculation:
             stop = start + 1 + len(drafts)
             more = self._allocator.blocks_needed(stop) - self._allocator.blocks_needed(start)
             needed = reserved + self._allocator.blocks_to_append(more)
-            if not drafts or needed > self._allocator.store.num_available:
+            if not drafts or needed > self._allocator.num_available:
                 continue
             try:
                 planning.copies += self._allocator.make_writable(request.id, start, stop)

@@ -33,6 +33,7 @@ class Waiting:
 
     def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
         self.policy = Policy(policy)
+        self.ids: set[int] = set()
         self._fair = FairQueue() if self.policy is Policy.FAIR else None
         self._others = WaitingQueue(self.policy) if self._fair is None else self._fair
         self._background = WaitingQueue()
@@ -42,10 +43,10 @@ class Waiting:
         self._computed_at = 0.0  # when one of the background was computed, or began to wait
 
     def __len__(self) -> int:
-        return len(self._others) + len(self._background)
+        return len(self.ids)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._queue_of(request)
+        return request.id in self.ids
 
     def __iter__(self) -> Iterator[Request]:
         """Too slow for each step."""
@@ -57,10 +58,12 @@ class Waiting:
         if request.is_background and not (self._background or self._num_background):
             self._computed_at = self._clock()
         self._queue_of(request).push(request)
+        self.ids.add(request.id)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
         self._queue_of(request).remove(request)
+        self.ids.remove(request.id)
 
     def peek(self) -> Request:
         """The request to admit next; IndexError if none waits."""

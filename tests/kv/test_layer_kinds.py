@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from mlx_paged.engine.core import EngineCore
-from mlx_paged.kv.allocator import BlockAllocator, NoStates
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.layer_kinds import FULL, LayerKind, Window
-from mlx_paged.kv.state_kind import EMPTY, Move, State
+from mlx_paged.kv.state_kind import EMPTY, Move, NoStates, State
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams

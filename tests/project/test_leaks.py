@@ -84,7 +84,7 @@ WRITERS = {
     "salt": 0,
     "samples": 3,
     "seed": 0,
-    "share": 3,
+    "share": 0,
     "states": 1,
     "tokens": 1,
     "top_logprobs": 1,
@@ -96,7 +96,7 @@ WRITERS = {
 INTERNALS = {
     "private": 0,
     "scheduler": 2,
-    "allocator": 38,
+    "allocator": 37,
 }
 """Reads of another room's internals: underscores, the scheduler's, the allocator's."""
 
