@@ -285,6 +285,8 @@ class Places:
             if is_continued and length == request.num_computed:
                 self.allocator.keep_end(request.id, request.keys)
         self.allocator.free(request.id)
+        if request.is_background:
+            self.allocator.retention.give_up(request.keys[:length], request.root)
         if request.params.retain is not None:
             self._retain(request, length)
 
@@ -293,7 +295,7 @@ class Places:
         wish, retention = request.params.retain, self.allocator.retention
         tokens = request.keys[:num_known]
         if wish == "drop":
-            retention.drop(tokens, request.salt)
+            retention.drop(tokens, request.root)
             return
         until = math.inf if isinstance(wish, str) else self.clock() + float(wish or 0)
-        request.pinned = retention.pin(tokens, request.salt, until)
+        request.pinned = retention.pin(tokens, request.root, until)

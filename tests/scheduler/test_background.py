@@ -106,6 +106,19 @@ def test_it_is_preempted_first_when_memory_is_short(policy):
     assert (back.num_preempted, other.num_preempted) == (1, 0), "the other one is newer"
 
 
+@pytest.mark.parametrize("of_background", ["older", "newer"])
+def test_its_blocks_are_evicted_first(of_background):
+    run = Run(Policy.FCFS, num_blocks=20)
+    first, second = (run.add(16, 1, background=of_background == age) for age in ("older", "newer"))
+    run.step(), run.step()
+    assert len(run.scheduler.allocator.store.idle) == 8
+    back, other = (first, second) if first.is_background else (second, first)
+    run.add(60, 1)  # takes the 12 blocks that never had content, and 3 of the idle ones
+    run.step(), run.step(), run.step(), run.step()
+    known = [run.scheduler.allocator.cached_prefix([*r.tokens[:16], 0]) for r in (back, other)]
+    assert known[1] == 16 > known[0]
+
+
 @pytest.mark.parametrize("policy", ORDERS)
 def test_its_prompt_gets_what_others_leave_of_a_step(policy):
     run = Run(policy)
