@@ -82,7 +82,7 @@ class CPULayers:
                 id(layer)
                 for layer in model.modules()
                 if isinstance(layer, nn.Linear | switch_layers.SwitchLinear)
-                and _ext.layers.is_dense(layer.weight)
+                and not _ext.layers.is_dense(layer.weight)
             }
             for kind, original in mlx_linear.items():
                 self._attributes.append(Attribute(kind, original.__name__, original, _fused[kind]))
