@@ -255,7 +255,10 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             "--num-draft-tokens is given: expected --draft-model or --draft-head beside it"
         )
-    if args.draft_head is not None and not Path(args.draft_head).exists():
+    if args.draft_head is not None and str(args.draft_head) == "auto":
+        if args.model is None:
+            raise ValueError("--draft-head is auto: expected --model, whose folder has the head")
+    elif args.draft_head is not None and not Path(args.draft_head).exists():
         raise ValueError(f"--draft-head {args.draft_head}: no such file or directory")
     if args.kv_disk_gb is not None and args.kv_disk is None:
         raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")

@@ -38,6 +38,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         del options["kv_disk_gb"]
     if args.draft_model is not None:
         options["draft_model"] = _draft_model(args.draft_model)
+    if str(args.draft_head) == "auto":
+        folder = Path(args.model)
+        options["draft_head"] = folder if folder.is_dir() else Path(hf_repo_to_path(args.model))
     model_files = [args.model or demo_model_path(), args.adapter_path]
     options["model_files"] = [path for path in model_files if path is not None]
     return options

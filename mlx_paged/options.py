@@ -353,8 +353,13 @@ class EngineConfig(PoolConfig):
     draft_head: str | PathLike[str] | None = option(
         None,
         Path(),
-        "a folder with a head of this model, which guesses instead (docs/speculation.md).",
-        OptionFlag("--draft-head", "speculative decoding with this head of the model", "PATH"),
+        "a head of this model, which guesses instead: a folder with an EAGLE-3 head, a file of"
+        " `mlx_paged head extract`, or a checkpoint with an MTP head (docs/speculation.md).",
+        OptionFlag(
+            "--draft-head",
+            "speculative decoding with this head of the model; auto: the one in the model's folder",
+            "FILE|CHECKPOINT|auto",
+        ),
     )
     num_draft_tokens: int = option(
         3,

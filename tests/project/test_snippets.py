@@ -48,6 +48,7 @@ NOT_RUN = {
     r"mlx_paged\.generate --model DIR .*": "mlx.launch starts it; test_ranks.py runs ranks",
     r"mlx_paged\.doctor .*": "it takes minutes; test_doctor.py runs a sample",
     r"mlx_paged\.heads .*": "it needs a checkpoint with a head; test_mtp_files.py writes some",
+    r"mlx_paged\.generate .*--draft-head .*": "the same; test_mtp_drafts.py runs the command",
     r"venv .*": "it makes an environment, as CI does",
 }
 

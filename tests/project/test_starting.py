@@ -57,6 +57,7 @@ MISTAKES = {
         ("-p x --draft-model docs", "--draft-model: model docs: it has no config.json"),
         ("-p x --speculate ngram --draft-model x/y", "--speculate is given beside --draft-model"),
         ("-p x --num-draft-tokens 5", "--num-draft-tokens is given: expected --draft-model"),
+        ("-p x --draft-head auto", "--draft-head is auto: expected --model, whose folder has the"),
         ("-p x --kv-disk README.md", "--kv-disk README.md: it is a file: expected a directory"),
         ("-p x --kv-disk-gb 3", "--kv-disk-gb is given: expected --kv-disk beside it"),
         ("-p x --adapter-path nowhere", "adapter nowhere: no such directory"),
