@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -22,14 +22,6 @@ MOST_COLUMNS = 512
 
 Factors = dict[str, Pair]
 """By path of the layer."""
-
-
-class Given(NamedTuple):
-    """The factors of a layer as a file has them, in the layout of :data:`Pair`, and their scale."""
-
-    a: mx.array
-    b: mx.array
-    scale: float
 
 
 def read_adapter(folder: Path, places: Mapping[str, Place]) -> Factors:
@@ -108,9 +100,9 @@ def _checked(place: Place, pair: Mapping[str, mx.array], scale_of: ScaleOf, is_p
     a, b = pair["a"], pair["b"]
     if a.ndim != b.ndim or a.ndim != len(place.shapes(1)[0]):
         raise ValueError(_shapes_of(place, a, b))
-    if is_peft or place.experts is not None:
+    if not is_peft and place.experts is None:
         a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
-    rank = a.shape[-1]
+    rank = a.shape[-2]
     if (a.shape, b.shape) != place.shapes(rank) or not 1 <= rank <= MOST_COLUMNS:
         raise ValueError(_shapes_of(place, pair["a"], pair["b"]))
     scale = scale_of(place.path, rank)
