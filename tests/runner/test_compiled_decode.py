@@ -128,6 +128,36 @@ def test_new_parameters_need_no_trace_and_new_layers_do():
     assert first[0] != second[0] != third[0]
 
 
+def test_changed_scales_of_lora_layers_are_traced_again():
+    models = [build("llama") for _ in range(2)]
+    for model in models:
+        mx.random.seed(0)
+        linear_to_lora_layers(model, 2, {"rank": 2, "scale": 1.0, "dropout": 0.0})
+        factors = [(k, v) for k, v in tree_flatten(model.parameters()) if "lora_" in k]
+        model.load_weights([(k, mx.random.normal(v.shape)) for k, v in factors], strict=False)
+        mx.eval(model.parameters())
+    engine, plain = [
+        Engine(model, **SMALL, prefix_cache=False, compile=flag)
+        for model, flag in zip(models, (True, False), strict=True)
+    ]
+
+    def tokens(of: Engine) -> list[list[int]]:
+        return [done.tokens for done in of.generate(prompts(3), max_tokens=12)]
+
+    found = []
+    for scale in (1.0, -1.0, -2.0, 1.0):
+        layers = [m for model in models for _, m in model.named_modules() if "lora_a" in m]
+        assert len(layers) > 8
+        for layer in layers:
+            layer.scale = scale
+        found.append(tokens(engine))
+        assert found[-1] == tokens(plain), scale
+        traces = num_traces(engine)
+        tokens(engine)
+        assert num_traces(engine) == traces > 0
+    assert found[0] == found[3] != found[1] != found[2] != found[0]
+
+
 def test_parameters_are_given_in_the_order_of_the_tree():
     model = build("llama")
     found, keys = ops.arrays_in(model.state)
