@@ -1,9 +1,12 @@
 """Each row of a mixed batch has the tokens of mlx-lm's model with that row's adapter alone."""
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged import Engine
+from mlx_paged import Engine, SamplingParams
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 from tests.support.models.architectures import VOCAB, build
 
@@ -73,3 +76,59 @@ def folders(request, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_have_the_tokens_of_their_adapters(name, is_compiled, folders):
     assert_as_alone(lambda: build(name), folders, compile=is_compiled, prefill_chunk=16)
+
+
+def of_few_bits(base: str) -> nn.Module:
+    model = build("llama")
+    model.set_dtype(mx.bfloat16 if base == "bfloat16" else mx.float16)
+    if base == "4bit":
+        nn.quantize(
+            model,
+            32,
+            4,
+            class_predicate=lambda _, m: (
+                hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
+            ),
+        )
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("base", ["bfloat16", "4bit"])
+def test_rows_of_few_bits_have_the_bits_of_their_adapters_alone(base, is_compiled, tmp_path):
+    folders = {
+        f"a{i}": write_adapter(
+            tmp_path / f"a{i}", random_arrays(of_few_bits(base), i, rank=rank), rank=rank
+        )
+        for i, rank in enumerate(RANKS)
+    }
+    engine = Engine(
+        of_few_bits(base), adapters=folders, block_size=4, num_blocks=128, prefix_cache=False,
+        compile=is_compiled,
+    )  # fmt: skip
+    prompts, names = prompts_of(2, 4) * 2, [None, *folders] * 2
+
+    def done(prompts, names):
+        params = [SamplingParams(max_tokens=MAX_TOKENS, logprobs=VOCAB, adapter=n) for n in names]
+        return engine.generate(prompts, params)
+
+    theirs = {name: with_adapter(of_few_bits(base), folders.get(name)) for name in names}
+    together = done(prompts, names)
+    for prompt, name, ours in zip(prompts, names, together, strict=True):
+        (alone,) = done([prompt], [name])
+        assert ours.tokens == alone.tokens and ours.top_logprobs == alone.top_logprobs, name
+        first = dict(ours.top_logprobs[0])
+        found = np.array([first[token] for token in range(VOCAB)])
+        distances = {
+            other: np.abs(found - log_probabilities(model, prompt)).max()
+            for other, model in theirs.items()
+        }
+        own = distances.pop(name)  # roundings
+        assert 5 * own < min(distances.values()), (name, own, distances)
+
+
+def log_probabilities(model: nn.Module, prompt: list[int]) -> np.ndarray:
+    """mlx-lm's, of the token after a prompt."""
+    logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
+    return np.array(nn.log_softmax(logits.astype(mx.float32)))
