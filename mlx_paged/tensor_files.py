@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from math import prod
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,11 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def header(file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+def header(file: Path, most: int = MAX_HEADER) -> tuple[dict[str, Stored], dict[str, Any]]:
     """The tensors of a file by name, and its metadata. Reads no tensor.
+
+    Args:
+        most: bytes of the header.
 
     Raises:
         ValueError: it is no such file, or has not the bytes that its header says.
@@ -32,14 +36,16 @@ def header(file: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     size = file.stat().st_size
     with file.open("rb") as reader:
         length = int.from_bytes(reader.read(8), "little")
-        if length > min(size, MAX_HEADER):
+        if length > min(size, most):
             raise ValueError(f"{file.name} is no file of safetensors")
         text = reader.read(length)
     try:
         entries: dict[str, Any] = json.loads(text)
         metadata: dict[str, Any] = entries.pop("__metadata__", {})
-        tensors = {n: Stored(e["dtype"], tuple(map(int, e["shape"]))) for n, e in entries.items()}
-        places = {name: tuple(map(int, entry["data_offsets"])) for name, entry in entries.items()}
+        tensors = {
+            n: Stored(str(e["dtype"]), tuple(map(index, e["shape"]))) for n, e in entries.items()
+        }
+        places = {name: tuple(map(index, entry["data_offsets"])) for name, entry in entries.items()}
         expected = 8 + length + max((end for _, end in places.values()), default=0)
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{file.name} is no file of safetensors") from error

@@ -161,7 +161,7 @@ HEADERS = {
     "a list": struct.pack("<Q", 2) + b"[]",
     "a name": struct.pack("<Q", 7) + b'{"a":1}',
 } | {
-    name: struct.pack("<Q", len(text)) + text + bytes(600)
+    name: struct.pack("<Q", len(text)) + text + bytes(512)
     for name, text in {
         "negative shape": header(shape=[-32, -4]),
         "huge shape": header(shape=[2**40, 2**40]),

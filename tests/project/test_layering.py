@@ -68,7 +68,7 @@ MAY_IMPORT = {
             *REQUESTS,
         )
     },
-    "adapters": {"arguments", "holdings", "options", "runner", "ops"},
+    "adapters": {"arguments", "holdings", "options", "runner", "ops", "tensor_files"},
     "pressure": set[str](),
     "formats": {"chat", "outputs", "sampling_params"},
     "vision": {"arguments", "holdings", "chat", "cli", "prompt", "runner", "ops"},
