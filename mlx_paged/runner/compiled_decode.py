@@ -27,7 +27,7 @@ from mlx_paged.runner.batch import Batch, Layout, row_bucket
 from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.hidden_states import HiddenStates
 from mlx_paged.runner.layer_states import Forms, LayerStates, States
-from mlx_paged.runner.lora_scales import LoRAScales
+from mlx_paged.runner.lora_numbers import LoRANumbers
 from mlx_paged.runner.row_terms import RowTerms, using
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.sampling.sampler import Scores
@@ -143,7 +143,7 @@ class CompiledDecode:
         self.traces = Traces()
         self.buckets = buckets
         self._model = model
-        self._scales = LoRAScales(model)
+        self._lora = LoRANumbers(model)
         self._lock = lock_of(model)
         self._compute = compute
         self._pool = pool
@@ -366,7 +366,9 @@ class CompiledDecode:
         terms = self._terms
         rows = ([], 0) if terms is None else (terms.arrays, terms.form)
         values, structure = ops.arrays_in(self._model.state)
-        parameters = values, self._scales.form(structure), *rows
+        if structure != self._lora.absent_in:
+            structure = self._lora.form(structure)
+        parameters = values, structure, *rows
         try:
             return function(arrays, handles, states, *parameters)
         except _NotBuiltError:

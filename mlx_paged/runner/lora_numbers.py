@@ -1,4 +1,4 @@
-"""The scales of a model's LoRA layers: numbers beside the arrays that a trace has as constants."""
+"""The numbers of a model's LoRA layers, which a trace has as constants."""
 
 from array import array
 from functools import reduce
@@ -11,24 +11,30 @@ import mlx.nn as nn
 Path = tuple[str | int, ...]
 
 
-class LoRAScales:
-    """Reads the scales of layers of ``mlx_lm.tuner``, which may change in place."""
+class LoRANumbers:
+    """Reads the `scale` of each layer of ``mlx_lm.tuner``, which may change in place.
+
+    Attributes:
+        absent_in: a structure of the model that has no such layer.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._structure: int | None = None  # of the model when the paths were found
         self._paths: list[Path] = []
+        self.absent_in: int | None = None
 
     def form(self, structure: int) -> int:
         """`structure`, a number of the model's modules and keys, or where there are LoRA layers
-        another one for other scales."""
+        another one for other numbers."""
         if structure != self._structure:
             self._structure, self._paths = structure, _paths_in(self._model)
         if not self._paths:
+            self.absent_in = structure
             return structure
         layers: list[Any] = [reduce(getitem, path, self._model) for path in self._paths]
-        scales = array("d", [layer.scale for layer in layers])
-        return hash((structure, scales.tobytes())) >> 2
+        numbers = array("d", [layer.scale for layer in layers])
+        return hash((structure, numbers.tobytes())) >> 2
 
 
 def _paths_in(model: nn.Module) -> list[Path]:
