@@ -23,6 +23,9 @@ settings.register_profile("no deadline", deadline=None)  # a busy machine is no 
 settings.load_profile("no deadline")
 
 
+MANY, OF_MANY = 8, 3
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases",
@@ -43,6 +46,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases of tests that are marked ``sampled(n)``, as `--cases` says. The sample has one
     case in n, rounded down: a test with one case is not in it, nor is one that is marked ``slow``.
+    Of a test without a mark that has more than `MANY` cases one in `OF_MANY` is in the sample; all
+    are of tests of the project.
     "others" are the cases that the sample lacks. Of these, `--one-in` N runs all cases of a test or
     none. A test that the command line names by ``::`` runs with all its cases."""
     for item in items:
@@ -66,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sample = []
         elif marks:
             sample = Random(name).sample(cases, len(cases) // marks[0].args[0])
+        elif len(cases) > MANY and not name.startswith("tests/project/"):
+            sample = Random(name).sample(cases, len(cases) // OF_MANY)
         kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

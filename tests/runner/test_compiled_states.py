@@ -200,8 +200,8 @@ def test_a_lost_state_is_noticed(monkeypatch):
     traced = CompiledDecode._traced
 
     def forget(self, arrays, handles, states, *parameters):
-        scores, handles, _ = traced(self, arrays, handles, states, *parameters)
-        return scores, handles, states
+        scores, handles, _, hidden = traced(self, arrays, handles, states, *parameters)
+        return scores, handles, states, hidden
 
     monkeypatch.setattr(CompiledDecode, "_traced", forget)
     engine = Engine(build("lfm2"), **SMALL, compile=True)

@@ -20,6 +20,7 @@ ENDPOINTS = [
     *(("GET", path) for path in ("/v1/models", "/v1/models/default_model")),
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/chat/completions")),
     *(("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")),
+    ("GET", "/v1/cache"),
     *(("POST", path) for path in ("/tokenize", "/detokenize", "/apply-template", "/v1/estimate")),
 ]
 JSON = "Content-Type: application/json"
