@@ -29,7 +29,7 @@ def counted(model: str, seed: int, num_schedules: int) -> Counter[str]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("seed", [7, 9])
+@pytest.mark.parametrize("seed", [8, 9])
 def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone(seed):
     totals = counted("fake", seed, num_schedules=200)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0

@@ -23,6 +23,7 @@ import pytest
 from mlx_paged import Engine, demo_model_path
 from mlx_paged.loading import load_model
 from tests.support.documents import ROOT, Snippet, documents, parse, snippets
+from tests.support.models.adapters import random_arrays, write_adapter
 
 SNIPPETS = [s for path in documents() for s in snippets(path.read_text(), path)]
 PYTHON = [s for s in SNIPPETS if s.language == "python"]
@@ -70,6 +71,8 @@ def test_python_runs(document: Path, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
+    if document.name == "adapters.md":
+        write_adapters(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     for snippet in (s for s in PYTHON if s.document == document and reason(s) is None):
         lines = "\n" * (snippet.line - 1) + snippet.code  # errors name the document's lines
@@ -118,6 +121,12 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
+def write_adapters(folder: Path) -> None:
+    """The adapters that docs/adapters.md names, of the demo model."""
+    for seed, name in enumerate(("sql", "fr")):
+        write_adapter(folder / "adapters" / name, random_arrays(load_model()[0], seed))
+
+
 def run(words: list[str]) -> str:
     """Run a command and return its standard output. Raises AssertionError if it fails."""
     module, *arguments = (str(demo_model_path()) if word in MODELS else word for word in words)
@@ -146,6 +155,8 @@ def test_commands_run(name, workplace):
         engine = Engine(*load_model(), kv_disk="DIR", model_files=[demo_model_path()])
         engine.generate(["import os\n" * 40], max_tokens=1)
         engine.close()
+    if "--adapter" in words:
+        write_adapters(workplace)
     output = run(words)
     if "--output" in words:
         output = (workplace / words[words.index("--output") + 1]).read_text()

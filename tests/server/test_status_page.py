@@ -96,6 +96,10 @@ def test_the_status_says_what_the_metrics_say():
     assert told == {name: each["limit"] for name, each in held.items() if each["limit"] is not None}
     told = {s.labels["what"]: s.value for s in families["mlx_paged_memory_held_bytes"]}
     assert told.keys() == held.keys() and told["weights"] == held["weights"]["bytes"]
+    [of_process] = families["mlx_paged_process_bytes"]
+    assert 0.8 < of_process.value / status["memory"]["process_bytes"] < 1.25
+    is_watched = model["pressure"] is not None
+    assert ("# TYPE mlx_paged_given_back_bytes_total counter" in metrics) == is_watched
     for name in ("time_to_first_token", "inter_token_latency"):
         assert f'vllm:{name}_seconds_count{{model_name="mine"}}' in metrics
         assert 0 < model[name]["p50"] <= model[name]["p99"]
