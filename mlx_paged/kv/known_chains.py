@@ -22,7 +22,7 @@ class Chain(NamedTuple):
         age: how many times a block became idle since its last one did; 0: a sequence holds it.
         in_use: whether a sequence holds its last block.
         is_pinned: whether its last block is pinned.
-        pinned_s: seconds until the pin ends; None: there is none, or it has no end.
+        pinned_s: seconds until the pin ends, 0 if it has; None: there is none, or it has no end.
     """
 
     tokens: int
@@ -78,7 +78,7 @@ def chains(
                     age,
                     not each.stamp,
                     until > 0,
-                    until - now if 0 < until < inf else None,
+                    max(0.0, until - now) if 0 < until < inf else None,
                 )
             )
     return len(found), nlargest(most, found, key=lambda chain: chain.tokens)

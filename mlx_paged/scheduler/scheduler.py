@@ -243,7 +243,11 @@ class Scheduler(Places):
 
     def pin(self, keys: Sequence[int], salt: bytes, until: float) -> Pinned:
         """Keep the known K/V of a text until then, by the scheduler's clock."""
-        return self.allocator.retention.pin(keys, salt, until)
+        retention = self.allocator.retention
+        retention.expire(self.clock)  # pins that have ended take no room of this one
+        pinned = retention.pin(keys, salt, until)
+        retention.expire(self.clock)  # `until` may be now, which ends a pin
+        return pinned
 
     def forget(self, keys: Sequence[int] | None, salt: bytes) -> int:
         """Forget the K/V of a text, or all of a salt; returns how many tokens."""

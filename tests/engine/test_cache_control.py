@@ -92,6 +92,15 @@ def test_a_wrong_wish_is_refused(retain):
         SamplingParams(retain=retain)
 
 
+def test_a_pin_of_no_seconds_ends_the_pin(model):
+    engine = engine_of(model)
+    engine.generate([PROMPT], **GREEDY, retain="pin")
+    order = engine.scheduler.allocator.store.idle
+    assert order.num_pinned > 10
+    engine.pin(PROMPT, seconds=0)
+    assert order.num_pinned == 1, "the block with the answer"
+
+
 @pytest.mark.parametrize("seconds", [-1, WEEK + 1, float("inf"), "pin", True])
 def test_wrong_seconds_are_refused(model, seconds):
     with pytest.raises(ValueError, match="seconds"):
