@@ -60,6 +60,20 @@ def test_adapters_never_share_blocks(folders, alone):
     assert done.cached_prompt_tokens > 0 and done.tokens == alone("b")
 
 
+def test_a_request_pins_and_drops_the_text_of_its_adapter(folders):
+    engine = made(adapters=folders)
+    (kept,) = engine.generate([PROMPT], max_tokens=TOKENS, adapter="a", retain="pin")
+    assert kept.pinned.tokens == len(PROMPT) + TOKENS - 1
+    for name in (None, "b"):
+        engine.generate([PROMPT], max_tokens=TOKENS, adapter=name)
+    engine.generate([PROMPT], max_tokens=TOKENS, adapter="c", retain="drop")
+    cached = {
+        name: engine.generate([PROMPT], max_tokens=1, adapter=name)[0].cached_prompt_tokens
+        for name in (None, "a", "b", "c")
+    }
+    assert cached["c"] == 0 and min(cached[None], cached["a"], cached["b"]) > 0
+
+
 def test_rows_without_an_adapter_have_their_bits(folders):
     def logprobs(adapters):
         engine = made(adapters=folders)
