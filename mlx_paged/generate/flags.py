@@ -16,6 +16,7 @@ from mlx_paged.cli import (
     json_object,
     number,
 )
+from mlx_paged.config_file import CONFIG_FILE, ConfiguredParser
 from mlx_paged.option_kinds import OneOf
 from mlx_paged.vision.flags import VISION
 
@@ -48,7 +49,7 @@ VERBOSE = {"true": True, "t": True, "false": False, "f": False}
 
 
 def make_parser() -> Parser:
-    parser = Parser(
+    parser = ConfiguredParser(
         prog="mlx_paged.generate",
         usage="python -m mlx_paged.generate --prompt TEXT [options]",
         description="Generate text for one prompt or for many prompts at once. "
@@ -104,6 +105,7 @@ KEEP_SPACE = "keep the first space of a text (default: unless a chat template ma
 REFUSAL = {"action": cli.Refused, "nargs": "*"}
 
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
+    "file": (CONFIG_FILE,),
     "model": (*cli.MODEL, VISION),
     "prompts: --prompt, --prompts-file or both": (
         ("--prompt -p", TEXTS, [], "TEXT", "prompt text; '-' reads stdin; may be repeated"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, json_object, number
+from mlx_paged.config_file import CONFIG_FILE, ConfiguredParser
 from mlx_paged.formats.registry import FORMATS
 from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.option_kinds import Kind, read_number
@@ -71,6 +72,7 @@ REFUSED: tuple[cli.Flag, ...] = (
 MODEL_NAMES = "more models that requests may name (default: the hub's cache on a loopback host)"
 
 FLAGS: dict[str, tuple[cli.Flag, ...]] = {
+    "file": (CONFIG_FILE,),
     "model": (
         *cli.MODEL,
         VISION,
@@ -163,7 +165,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> Parser:
-    parser = Parser(
+    parser = ConfiguredParser(
         prog="mlx_paged.server",
         usage="python -m mlx_paged.server [--model MODEL] [options]",
         description="Serve a model over an OpenAI-compatible HTTP API. "

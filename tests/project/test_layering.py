@@ -22,7 +22,7 @@ REQUESTS = {
     "sampling_params",
     "outputs",
 }
-COMMAND = {"cli", "launched", "loading", "model_folders", "starting"}
+COMMAND = {"cli", "config_file", "launched", "loading", "model_folders", "starting"}
 MAY_IMPORT = {
     "server": {
         *("adapters", "protocol", "formats", "engine", "vision", "runner", "metrics", "kv"),
@@ -77,6 +77,7 @@ MAY_IMPORT = {
     "loading": {"cli", "launched", "model_folders", "options", "vision", "runner"},
     "model_folders": set[str](),
     "cli": {"arguments", "model_folders", "option_kinds", "options"},
+    "config_file": {"arguments", "cli"},
     "starting": {"command_buffers"},
     "command_buffers": set[str](),
     "system_memory": set[str](),
