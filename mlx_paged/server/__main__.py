@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
     args = flags.parse(argv)
     heap.limit_arenas()
-    _log_to_stderr(args.log_level)
+    _log_to_stderr(args.log_level, args.log_format)
     try:
         require_versions()
         with serving(args) as server:
@@ -43,11 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
-def _log_to_stderr(level: str) -> None:
-    from mlx_paged.server.log_format import Formatter
+def _log_to_stderr(level: str, log_format: str) -> None:
+    from mlx_paged.server.log_format import FORMATS
 
     handler = logging.StreamHandler()
-    handler.setFormatter(Formatter("%(asctime)s - %(levelname)s - %(message)s"))
+    handler.setFormatter(FORMATS[log_format])
     logging.basicConfig(level=level, handlers=[handler])
 
 

@@ -13,6 +13,7 @@ from mlx_paged.option_kinds import Kind, read_number
 from mlx_paged.protocol.fields import MAX_SAMPLES
 from mlx_paged.server import keys, tls
 from mlx_paged.server.keys import API_KEY_VARIABLE
+from mlx_paged.server.log_format import FORMATS as LOG_FORMATS
 from mlx_paged.vision.flags import VISION
 
 FORMAT_NAMES = [form.name for form in FORMATS]
@@ -115,6 +116,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--ssl-keyfile", str, None, "FILE", "private key of the TLS certificate"),
         ("--drain-seconds", SECONDS, 30.0, "S", "time for open answers to end after SIGTERM"),
         ("--log-level", LEVELS, "INFO", "", "minimum level of log messages"),
+        ("--log-format", [*LOG_FORMATS], "text", "", "json: a JSON object in each line of the log"),
     ),
     "limits": (
         ("--max-connections", COUNT, 1000, "N", "open connections; more get status 503"),

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server.log_format import printable
+from mlx_paged.server.log_format import REQUEST_ID, printable
 
 LOGGER = logging.getLogger(__name__)
 
 GONE = 499  # as proxies write it: the client did not wait for its answer
 LONGEST_ID = 128
+GOT = ", got "  # what follows in a refusal is the client's: it may be text of a prompt
 POLLED = {"/health", "/ready", "/metrics", "/status", "/v1/cache"}
 """Paths that are asked again and again: their good answers are logged at the level DEBUG."""
 
@@ -46,6 +47,7 @@ def logged(inner: ASGIApp) -> ASGIApp:
         is_good = given.isascii() and given.isprintable() and 0 < len(given) <= LONGEST_ID
         record = Record(given if is_good else uuid.uuid4().hex)
         scope.setdefault("state", {})["record"] = record
+        REQUEST_ID.set(record.id)  # each request has a task, and so a context, of its own
         names = (b"x-request-id", b"request-id")  # for clients of OpenAI and of Anthropic
 
         async def marked(message: Message) -> None:
@@ -61,7 +63,8 @@ def logged(inner: ASGIApp) -> ASGIApp:
             record.status = 500
             raise
         finally:
-            reason = printable(" ".join(record.reason.split()))[:500]
+            told = " ".join(record.reason.split()).partition(GOT)[0]
+            reason = printable(told)[:500]
             parts = [reason] if reason else []
             parts += [*record.parts, f"{time.monotonic() - begun:.3f} s", f"id {record.id}"]
             is_routine = scope["path"] in POLLED and record.status == 200
