@@ -9,15 +9,11 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 #include <new>
-#include <unordered_set>
 
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/validate.h"
-#include "mlx/compile.h"
-#include "mlx/compile_impl.h"
 #include "mlx/version.h"
 
 namespace mlx_paged {
@@ -80,29 +76,6 @@ Column c of row b is position ``starts[b] + c``. It is a token if this is not ne
 ``lengths[b]``; any other column has slot -1. Context lengths include all columns. Row b has table
 ``rows[b]`` of ``tables [R, M]`` int32, with as many columns as the positions need.)";
 
-constexpr const char* kIsTransformingDoc =
-    R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
-compile.)";
-
-constexpr const char* kSetFusionDoc =
-    R"(Whether the graphs that ``mx.compile`` traces from now on, on any thread, have their elementwise
-ops fused. Fused ops round differently, and on a CPU they need a C++ compiler.)";
-
-constexpr const char* kHasValuesDoc =
-    R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
-
-constexpr const char* kArraysInDoc =
-    R"(The arrays in nested dicts, lists and tuples, in order, and a number of the rest: keys, lengths,
-classes of dicts, and the numbers and strings beside the arrays.)";
-
-constexpr const char* kAreOneDoc =
-    R"(Whether two arrays of Python are one array of MLX. An array that is changed in place becomes
-another one.)";
-
-constexpr const char* kKeepCompiledDoc =
-    R"(Functions that are compiled within the trace of these inputs stay so. ``mx.compile`` would trace
-their ops with the others, and these would be fused otherwise or not at all.)";
-
 constexpr const char* kViewAsDoc =
     R"(The array as an instance of `kind`, a subclass of ``mx.array`` (else ValueError), whose
 ``__init__`` is not called. Nothing is copied, now or when the array is evaluated.)";
@@ -155,28 +128,6 @@ std::string version(int major, int minor, int patch) {
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
 }
 
-// Inputs of a trace are unscheduled arrays that nothing computes.
-bool has_values(const mx::array& array) {
-  std::vector<mx::array> left = {array};
-  std::unordered_set<uintptr_t> known = {array.id()};
-  while (is_transforming() && !left.empty()) {
-    const mx::array next = left.back();
-    left.pop_back();
-    if (next.status() != mx::array::Status::unscheduled) {
-      continue;
-    }
-    if (!next.has_primitive() || next.is_tracer()) {
-      return false;
-    }
-    for (const mx::array& input : next.inputs()) {
-      if (known.insert(input.id()).second) {
-        left.push_back(input);
-      }
-    }
-  }
-  return true;
-}
-
 nb::object view_as(nb::type_object kind, const mx::array& array) {
   if (!PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(kind.ptr()),
                         reinterpret_cast<PyTypeObject*>(nb::type<mx::array>().ptr()))) {
@@ -204,48 +155,6 @@ nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
     i + 2 < arrays->size() ? found.append(array) : found.append(view_as(kind, array));
   }
   return found;
-}
-
-// Mixes a value into a number, so that each bit of it changes about half of the bits.
-void mix(uint64_t& number, uint64_t value) {
-  number = (number ^ value) * 0x9E3779B97F4A7C15ULL;
-  number ^= number >> 29;
-}
-
-// Adds the arrays of nested dicts, lists and tuples to `arrays`, and the rest to `number`: the
-// sizes, the keys, the numbers and strings among the leaves, and the classes of modules.
-void add_arrays(nb::handle tree, nb::list& arrays, uint64_t& number) {
-  PyObject* object = tree.ptr();
-  if (nb::isinstance<mx::array>(tree)) {
-    arrays.append(tree);
-    mix(number, 1);
-  } else if (PyDict_Check(object)) {
-    mix(number, static_cast<uint64_t>(PyDict_Size(object)));
-    mix(number, reinterpret_cast<uintptr_t>(Py_TYPE(object)));
-    PyObject *key = nullptr, *value = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(object, &at, &key, &value) != 0;) {
-      mix(number, static_cast<uint64_t>(nb::hash(nb::handle(key))));
-      add_arrays(value, arrays, number);
-    }
-  } else if (PyList_Check(object) || PyTuple_Check(object)) {
-    mix(number, ~static_cast<uint64_t>(nb::len(tree)));
-    for (const nb::handle value : tree) {
-      add_arrays(value, arrays, number);
-    }
-  } else if (PyFloat_Check(object)) {
-    mix(number, std::hash<double>{}(PyFloat_AS_DOUBLE(object)));
-  } else if (PyLong_Check(object)) {  // Python's hashes of -1 and -2 are one
-    mix(number, PyLong_AsUnsignedLongLongMask(object));
-  } else if (PyUnicode_Check(object)) {
-    mix(number, static_cast<uint64_t>(nb::hash(tree)));
-  }
-}
-
-std::pair<nb::list, int64_t> arrays_in(nb::handle tree) {
-  nb::list arrays;
-  uint64_t number = 0;
-  add_arrays(tree, arrays, number);
-  return {arrays, static_cast<int64_t>(number >> 2)};
 }
 
 }  // namespace
@@ -283,29 +192,7 @@ NB_MODULE(_ext, m) {
         "stream"_a = nb::none(), kDequantizedDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
         "block_size"_a, kPaddedArraysDoc);
-  m.def("is_transforming", &is_transforming, kIsTransformingDoc);
-  m.def(
-      "set_fusion",
-      [](bool fuses) {
-        mx::set_compile_mode(fuses ? mx::CompileMode::enabled : mx::CompileMode::no_fuse);
-      },
-      "fuses"_a, kSetFusionDoc);
-  m.def(
-      "clear_compiled", [] { mx::detail::compile_clear_cache(mx::detail::compile_cache()); },
-      "Frees the graphs that ``mx.compile`` has traced in the calling thread.");
-  m.def(
-      "are_one", [](const mx::array& a, const mx::array& b) { return a.id() == b.id(); }, "a"_a,
-      "b"_a, kAreOneDoc);
-  m.def("arrays_in", &arrays_in, "tree"_a, kArraysInDoc);
-  m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
-  m.def(
-      "keep_compiled",
-      [](std::vector<mx::array> inputs) {
-        for (mx::array& input : inputs) {
-          input.set_tracer(false);
-        }
-      },
-      "inputs"_a, kKeepCompiledDoc);
+  bind_graphs(m);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);
   m.def("cpu_features", [] { return std::string(cpu::active_kernel().name); }, kCpuFeaturesDoc);
   m.def("supported_kernels", &cpu::supported_kernel_names,

@@ -11,6 +11,9 @@ namespace mlx_paged {
 namespace nb = nanobind;
 using namespace nb::literals;
 
+// What is about graphs, in the module itself.
+void bind_graphs(nb::module_& module);
+
 // The submodules `layers` and `metal`.
 void bind_layers(nb::module_& module);
 void bind_plans(nb::module_& module);

@@ -5,6 +5,7 @@ import mlx.core  # noqa: F401  registers the array type that the compiled module
 from mlx_paged import _ext
 from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,
+    Tape as Tape,
     append_kv as append_kv,
     are_one as are_one,
     arrays_in as arrays_in,
@@ -22,6 +23,8 @@ from mlx_paged._ext import (
     set_fusion as set_fusion,
     take_from_pool as take_from_pool,
     view_as as view_as,
+    with_arrays as with_arrays,
+    without_values as without_values,
 )
 from mlx_paged.ops.dispatch import (
     attends as attends,

@@ -28,6 +28,7 @@ from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.hidden_states import HiddenStates
 from mlx_paged.runner.layer_states import Forms, LayerStates, States
 from mlx_paged.runner.lora_numbers import LoRANumbers
+from mlx_paged.runner.recorded_graph import RecordedGraph
 from mlx_paged.runner.row_terms import RowTerms, using
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.sampling.sampler import Scores
@@ -84,12 +85,6 @@ def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
-def _with_arrays(tree: Any, arrays: Arrays) -> Any:
-    """The tree with these arrays in the place of its own, in the order of ``ops.arrays_in``."""
-    given = iter(arrays)
-    return tree_map(lambda leaf: next(given) if isinstance(leaf, mx.array) else leaf, tree)
-
-
 class _NotBuiltError(Exception):
     """A graph is to be traced, and the plain step has not been computed yet.
 
@@ -99,20 +94,29 @@ class _NotBuiltError(Exception):
     """
 
 
+class _DisabledError(Exception):
+    """The user disabled ``mx.compile``, so that it traces nothing."""
+
+
 class _GathersError(Exception):
     """A layer of the graph gathers its K/V, which would have the length of the bucket's table. A
     graph of plain MLX, which has no other way, may."""
 
 
+EXPECTED = _GathersError, _DisabledError
+"""Why no graph was traced, where nothing is wrong."""
+
+
 class CompiledDecode:
     """Builds the graph of a decode step from a graph that ``mx.compile`` traced before.
 
-    MLX copies the traced nodes in C++; the model's Python code does not run. A graph has fixed
-    shapes, so there is one for each bucket of rows and of columns of the block tables. Rows of
-    padding have context length 0 and slot -1: they write nothing and attend to nothing. The pool's
-    handles are arguments and results. The model's parameters are arguments, too: new values need no
-    new trace, and new layers are traced again. The graphs belong to a stream, as all computations
-    of MLX do, so that another thread's stream traces them again.
+    The traced nodes are copied in C++ (:class:`mlx_paged.runner.recorded_graph.RecordedGraph`); the
+    model's Python code does not run. A graph has fixed shapes, so there is one for each bucket of
+    rows and of columns of the block tables. Rows of padding have context length 0 and slot -1: they
+    write nothing and attend to nothing. The pool's handles are arguments and results. The model's
+    parameters are arguments, too: new values need no new trace, and new layers are traced again.
+    The graphs belong to a stream, as all computations of MLX do, so that another thread's stream
+    traces them again.
 
     A graph has the nodes of the plain forward, and so its bits. Nothing is fused that the model
     does not compile itself, and what it compiles stays as it is.
@@ -159,7 +163,7 @@ class CompiledDecode:
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
-        self._functions: dict[tuple[int, ...], Callable[..., Results] | None] = {}
+        self._graphs: dict[tuple[int, ...], dict[Hashable, RecordedGraph] | None] = {}
         self._is_built = False  # the step that is traced now
         self._terms: RowTerms | None = None  # of the latest batch
         self._takes_ragged = buckets.takes_ragged and pool.in_place and max_paged_queries() > 0
@@ -198,7 +202,7 @@ class CompiledDecode:
         if not self._is_lazy and (self.buckets.always_shares or not shares):
             return True
         size = tuple(key)
-        if size in self._functions:
+        if size in self._graphs:
             return True
         self._uses[size] += 1
         return self._uses[size] >= USES
@@ -253,7 +257,7 @@ class CompiledDecode:
 
     def forget(self) -> None:
         """The pool has other arrays: trace anew the sizes of steps that are used often."""
-        self._functions.clear()
+        self._graphs.clear()
         self._uses.clear()
         self._ragged.clear()
         self._is_lazy = True
@@ -307,13 +311,13 @@ class CompiledDecode:
             self._gathered and self._pool.in_place
         ):  # a model's layers, or the GPU's compiler refuses a kernel
             return "gathered K/V has a length"
-        is_traced = self.traces.count == len(self._functions) and self._has_graphs
+        is_traced = self.traces.count == len(self._graphs) and self._has_graphs
         return None if is_traced else "MLX cannot trace a step"
 
     @property
     def _has_graphs(self) -> bool:
         """Whether no trace has failed."""
-        return None not in self._functions.values()
+        return None not in self._graphs.values()
 
     def _final_states(self) -> States:
         """The states of a sequence of tokens 1, as soon as their forms stay."""
@@ -330,24 +334,22 @@ class CompiledDecode:
         stream = mx.default_stream(mx.default_device())
         if stream != self._stream:
             self._stream = stream
-            self._functions.clear()
+            self._graphs.clear()
         key = tuple([array.shape[-1] for array in arrays])
-        if key not in self._functions:
-            free_graphs_with_thread()
-            self._functions[key] = mx.compile(weakly(self._traced))
-        if self._functions[key] is None:
+        graphs = self._graphs.setdefault(key, {})
+        if graphs is None:
             return self._plain(arrays)
         traces, pool = self.traces, self._pool
         count, started = traces.count, time.perf_counter()
         try:
             with self._lock:
-                found = self._computed(key, arrays)
+                found = self._computed(graphs, arrays)
         except Exception as error:
             if self._has_graphs:
-                is_known = len(self._functions) == 1 or isinstance(error, _GathersError)
+                is_known = len(self._graphs) == 1 or isinstance(error, EXPECTED)
                 level = logging.INFO if is_known else logging.WARNING
                 LOGGER.log(level, "MLX cannot trace a decode of %s rows", key[0], exc_info=True)
-            self._functions[key] = None
+            self._graphs[key] = None
             return self._plain(arrays)
         finally:
             if traces.count != count:
@@ -359,26 +361,36 @@ class CompiledDecode:
         pool.replace_handles(handles)
         return Scores(*scores)
 
-    def _computed(self, key: tuple[int, ...], arrays: Arrays) -> Results:
-        function, handles = self._functions[key], self._pool.handles()
+    def _computed(self, graphs: dict[Hashable, RecordedGraph], arrays: Arrays) -> Results:
         states = self._states.loaded if self._has_states else []
-        assert function is not None
         terms = self._terms
-        rows = ([], 0) if terms is None else (terms.arrays, terms.form)
+        rows, form = ([], 0) if terms is None else (terms.arrays, terms.form)
         values, structure = ops.arrays_in(self._model.state)
         if structure != self._lora.absent_in:
             structure = self._lora.form(structure)
-        parameters = values, structure, *rows
+        inputs = arrays, self._pool.handles(), states, values, rows
+        given, form_of_inputs = ops.arrays_in(inputs)
+        kind = structure, form, form_of_inputs
+        found: Results | None = graphs[kind](given) if kind in graphs else None
+        if found is None:
+            graphs[kind] = self._recorded(inputs, structure, form)
+            found = graphs[kind](given)
+        assert found is not None
+        return found
+
+    def _recorded(self, inputs: tuple[Any, ...], structure: int, form: int) -> RecordedGraph:
+        """The graph of a step, which is traced."""
+        free_graphs_with_thread()
+        arrays, handles, states, *_ = inputs
         try:
-            return function(arrays, handles, states, *parameters)
+            return RecordedGraph(mx.compile(weakly(self._traced)), inputs, structure, form)
         except _NotBuiltError:
-            self._functions[key] = function = mx.compile(weakly(self._traced))
             self._plain(arrays)
             self._pool.replace_handles(handles)
             self._states.loaded = states
         self._is_built = True
         try:
-            return function(arrays, handles, states, *parameters)
+            return RecordedGraph(mx.compile(weakly(self._traced)), inputs, structure, form)
         finally:
             self._is_built = False
 
@@ -388,35 +400,33 @@ class CompiledDecode:
         handles: Arrays,
         states: States,
         parameters: Arrays,
-        _: int,
         of_rows: Arrays,
-        form: int,
+        *_: int,
     ) -> Results:
-        """What the step leaves. ``mx.compile`` calls this for each trace; where the
-        user disabled it, for each step, with real arrays."""
-        is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
-        if is_trace and not self._is_built:
+        """What the step leaves. ``mx.compile`` calls this once for each graph."""
+        if ops.has_values(arrays[0]):
+            raise _DisabledError
+        if not self._is_built:
             raise _NotBuiltError
-        self.traces.count += is_trace
-        own_states, self._states.loaded = self._states.loaded, states
-        if is_trace:
-            ops.keep_compiled(ops.arrays_in((arrays, handles, states, parameters, of_rows))[0])
+        self.traces.count += 1
+        own_handles, own_states = self._pool.handles(), self._states.loaded
+        self._states.loaded = states
+        ops.keep_compiled(ops.arrays_in((arrays, handles, states, parameters, of_rows))[0])
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
-        self._model.update(_with_arrays(self._model.state, parameters), strict=False)
+        self._model.update(ops.with_arrays(self._model.state, parameters), strict=False)
         terms = self._terms
         try:
             with using(None if terms is None else terms.with_arrays(of_rows)):
                 scores = self._plain(arrays)
             found = scores, self._pool.handles(), self._states.loaded, self._hidden.found
-            if is_trace and self._gathered and self._pool.in_place:
+            if self._gathered and self._pool.in_place:
                 raise _GathersError
         finally:
             self._pool.replace_handles(own_handles)
             self._states.loaded = own_states
             self._model.update(own_state, strict=False)
-        if is_trace:
-            ops.set_fusion(False)
+        ops.set_fusion(False)
         return found
 
     def _plain(self, arrays: Arrays) -> Scores:

@@ -62,7 +62,7 @@ def with_gpu_buckets() -> Engine:
         made = engine("llama", max_running=2, prefix_cache=True)
         made.generate([[1, 2, 3, 4, 5, 6]], max_tokens=2)
         made.generate([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5], [7, 8, 9], [7]], max_tokens=8)
-    graphs = made.runner.compiled._functions
+    graphs = made.runner.compiled._graphs
     assert {key[4] for key in graphs} >= {2, 4, 8} and {key[5] for key in graphs} == {0, 2}
     return made
 

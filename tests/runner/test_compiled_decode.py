@@ -321,7 +321,7 @@ def test_an_error_of_the_plain_step_is_the_requests_error(monkeypatch):
         raise ValueError("[test] no forward at all")
 
     compiled = engine.runner.compiled
-    compiled._functions = dict.fromkeys(compiled._functions, fail)
+    monkeypatch.setattr(compiled, "_computed", fail)
     monkeypatch.setattr(compiled, "_compute", fail)
     outputs = [output for _ in range(4) for output in engine.step()]
     assert str(outputs[-1].completion.error) == "ValueError: [test] no forward at all"

@@ -130,7 +130,7 @@ def test_a_bucket_whose_kernels_are_refused_is_plain(monkeypatch, caplog):
     refuse(monkeypatch, "merge_splits")
     prompt = random_tokens(510)
     (done,) = engine.generate([prompt], max_tokens=6)
-    graphs = {key[4]: graph is not None for key, graph in engine.runner.compiled._functions.items()}
+    graphs = {key[4]: graph is not None for key, graph in engine.runner.compiled._graphs.items()}
     assert graphs == {32: True, 64: False}
     assert done.tokens == solo_greedy(model, prompt, 6)
     assert not caplog.records
