@@ -249,7 +249,7 @@ def check_flags(args: argparse.Namespace) -> None:
     adapter or a directory that they name cannot be right."""
     guessers = ("speculate", "draft_model", "draft_head")
     given = [f"--{name.replace('_', '-')}" for name in guessers if getattr(args, name) is not None]
-    if len(given) > 1:
+    if len(given) > 1 and given != ["--speculate", "--draft-head"]:
         raise ValueError(f"{given[0]} is given beside {given[1]}: expected one of them")
     if args.num_draft_tokens != DEFAULTS["num_draft_tokens"] and given in ([], ["--speculate"]):
         raise ValueError(

@@ -353,8 +353,9 @@ class EngineConfig(PoolConfig):
     draft_head: str | PathLike[str] | None = option(
         None,
         Path(),
-        "a head of this model, which guesses instead: a folder with an EAGLE-3 head, a file of"
-        " `mlx_paged head extract`, or a checkpoint with an MTP head (docs/speculation.md).",
+        "a head of this model, which guesses instead or, with `speculate`, wherever its guesses"
+        " promise more: a folder with an EAGLE-3 head, a file of `mlx_paged head extract`, or a"
+        " checkpoint with an MTP head (docs/speculation.md).",
         OptionFlag(
             "--draft-head",
             "speculative decoding with this head of the model; auto: the one in the model's folder",
@@ -409,14 +410,8 @@ class EngineConfig(PoolConfig):
         super().__post_init__()
         is_one = self.speculate is None or self.draft_model is None
         require(is_one, "Engine", "speculate", self.speculate, GUESSER)
-        is_alone = self.speculate is None and self.draft_model is None
-        require(
-            self.draft_head is None or is_alone,
-            "Engine",
-            "draft_head",
-            self.draft_head,
-            "None beside speculate or draft_model",
-        )
+        is_one = self.draft_head is None or self.draft_model is None
+        require(is_one, "Engine", "draft_head", self.draft_head, "None beside draft_model")
         if self.profile:  # the phases of a compiled step cannot be told apart
             object.__setattr__(self, "compile", False)
             object.__setattr__(self, "lookahead", False)

@@ -19,28 +19,31 @@ import random
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optim
 import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlx_paged import Engine, SamplingParams, demo_model_path
+from mlx_paged import SamplingParams, demo_model_path
 from mlx_paged.heads.eagle3 import Eagle3Head, eagle3_config
-from mlx_paged.runner.hidden_states import HiddenStates
+from mlx_paged.heads.head import NORMED
+from scripts.head_answers import Example, read, record
+from scripts.head_training import Adam, cross_entropy, gated, softmax
 
 DEPTHS = 4  # guesses that are measured
-FIRST_DEPTHS = 2  # guesses that are trained first; then one more, for the last part of the time
-LAST_PART = 0.4
+TRAINED = 3  # guesses that are trained
+PART = 3  # a third of the lines go on behind the first guess in each step of the training
 DECAY = 0.8  # weight of a guess relative to the one before it
 RATE, WARM_UP = 8e-4, 20  # the largest learning rate, and the steps until it is reached
-BATCH = 6  # answers in a step of the training
+BATCH = 4  # answers in a step of the training
 HELD_OUT = 24  # prompts that are not trained on
+DRAWN = 4  # each fourth of the other prompts has a drawn answer, the others have greedy ones
+WANTED = 32  # tokens of the model's distribution that the head is trained to have
+CHECK = 300  # seconds between measurements, at which the best head so far is written
 
 TOPICS = """
 the sky, photosynthesis, volcanoes, black holes, bread, bicycles, vaccines, inflation, jazz, chess,
@@ -69,21 +72,6 @@ FORMS = (
     "Write a dialogue of two friends about {}.",
     "What should I ask an expert on {}?",
 )
-
-
-@dataclass
-class Example:
-    """Tokens of a prompt and its answer, and what the model says of them.
-
-    Attributes:
-        states: ``[T, W]`` float16, what the head reads, one state beside the other.
-        last: ``[T, D]`` float16, the output of the final norm.
-    """
-
-    tokens: np.ndarray
-    num_prompt: int
-    states: np.ndarray
-    last: np.ndarray
 
 
 def chat_prompts(tokenizer: Any) -> list[list[int]]:
@@ -115,37 +103,91 @@ def code_prompts(tokenizer: Any) -> list[list[int]]:
     return [each for each in found if 8 <= len(each) <= 128]
 
 
-def answers(
-    model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], num_tokens: int
-) -> list[list[int]]:
-    """The model's answers: of held-out prompts greedy, of the others half of them drawn."""
-    engine = Engine(model, tokenizer, max_running=32, kv_memory=1 << 30, prefix_cache=False)
+def new_answers(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[list[int]], num_tokens: int, folder: Path
+) -> None:
+    """Write the model's answers to a folder: greedy ones of held-out prompts, and of the others."""
+    size, count = model.args.vocab_size, len(model.layers)
+    few = np.arange(64)
+    recorder = new_head(model, (*layer_ids(count), NORMED), few)
+    save(recorder, folder / "recorder", few, size)
     params = [
         SamplingParams(
             max_tokens=num_tokens,
-            temperature=0.7 if i >= HELD_OUT and i % 2 else 0.0,
+            temperature=0.7 if i >= HELD_OUT and i % DRAWN == DRAWN - 1 else 0.0,
             seed=i,
+            speculate=False,
         )
         for i in range(len(prompts))
     ]
-    return [completion.tokens for completion in engine.generate(list(prompts), params)]
+    record(model, tokenizer, folder / "recorder", prompts, params, folder)
 
 
-def examples(
-    model: nn.Module, ids: Sequence[int], texts: Sequence[tuple[list[int], list[int]]]
-) -> list[Example]:
-    """What the model says of each prompt and its answer."""
-    watched = HiddenStates(model, (*ids, -1))
-    found = []
-    for prompt, answer in texts:
-        tokens = np.array(prompt + answer, np.int32)
-        with watched.forward():
-            model(mx.array(tokens)[None])
-        *states, last = [each[0].astype(mx.float16) for each in watched.found]
-        joined = mx.concatenate(states, axis=-1)
-        mx.eval(joined, last)
-        found.append(Example(tokens, len(prompt), np.array(joined), np.array(last)))
-    return found
+def layer_ids(count: int) -> tuple[int, int, int]:
+    """The layers whose inputs a head of a model with so many layers reads."""
+    return (2, count // 2, count - 1) if count > 5 else (1, count // 2, count - 1)
+
+
+Answer = tuple[Example, np.ndarray, np.ndarray]
+"""An example, and the tokens and shares of the model's distribution at each of its positions."""
+
+
+class Known:
+    """Examples of a folder, to which files may still be added.
+
+    Attributes:
+        train: examples to train on.
+        held: examples to measure on.
+        vocabulary: the tokens that can be guessed; those that the model likes most.
+    """
+
+    def __init__(self, folder: Path, model: nn.Module, num_guessed: int) -> None:
+        self._folder, self._model, self._files = folder, model, set[Path]()
+        self.train: list[Answer] = []
+        self.held: list[Example] = []
+        self.vocabulary = self._liked(num_guessed)
+        self._rows = output_rows(model, self.vocabulary)
+        self.refresh()
+
+    def _liked(self, count: int) -> np.ndarray:
+        """The tokens that the model chose or gave large shares, most of all."""
+        every = np.arange(self._model.args.vocab_size)
+        weight, rows = np.zeros(len(every)), output_rows(self._model, every)
+        chosen = np.zeros(len(every))
+        for path in sorted(self._folder.glob("*.npz")):
+            for number, each in read(path):
+                if number < HELD_OUT:
+                    continue
+                last = mx.array(each.last[each.num_prompt - 1 :: 2]).astype(mx.float32)
+                ids, shares = most_wanted(last @ rows.T)
+                np.add.at(weight, ids, shares)
+                np.add.at(chosen, each.tokens[each.num_prompt :], 1)
+        found = np.sort(np.argsort(-(weight + chosen), kind="stable")[:count])
+        print(f"the vocabulary covers {chosen[found].sum() / chosen.sum():.2%}", flush=True)
+        return found
+
+    def refresh(self) -> None:
+        """Read the files that are new."""
+        for path in sorted(self._folder.glob("*.npz")):
+            if path in self._files:
+                continue
+            self._files.add(path)
+            for number, each in read(path):
+                if number < HELD_OUT:
+                    self.held.append(each)
+                elif len(each.tokens) > each.num_prompt + DEPTHS + 1:
+                    last = mx.array(each.last).astype(mx.float32)
+                    self.train.append((each, *most_wanted(last @ self._rows.T)))
+
+
+def most_wanted(logits: mx.array) -> tuple[np.ndarray, np.ndarray]:
+    """The columns ``[T, K]`` with the largest shares of rows, and their shares."""
+    found = np.array(logits)
+    count = min(WANTED, found.shape[1])
+    ids = np.argpartition(-found, count - 1, axis=-1)[:, :count].astype(np.int32)
+    found -= found.max(-1, keepdims=True)
+    total = np.exp(found).sum(-1, keepdims=True)
+    return ids, np.exp(np.take_along_axis(found, ids, -1)) / total
 
 
 def new_head(model: nn.Module, ids: Sequence[int], vocabulary: np.ndarray) -> Eagle3Head:
@@ -185,6 +227,23 @@ def new_head(model: nn.Module, ids: Sequence[int], vocabulary: np.ndarray) -> Ea
     return head
 
 
+def take(head: Eagle3Head, folder: Path, vocabulary: np.ndarray) -> None:
+    """Take the weights of a head that was written. Tokens that it did not guess keep their rows."""
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    offsets = np.array(weights.pop("d2t"))
+    weights.pop("t2d")
+    row_of = {token: i for i, token in enumerate((offsets + np.arange(len(offsets))).tolist())}
+    rows, trained = np.array(head.lm_head.weight), np.array(weights.pop("lm_head.weight"))
+    for i, token in enumerate(vocabulary.tolist()):
+        if token in row_of:
+            rows[i] = trained[row_of[token]]
+    given = {name.replace("midlayer.", "layers.0."): a for name, a in weights.items()}
+    head.load_weights(
+        [("lm_head.weight", mx.array(rows)), *((n, a.astype(mx.float32)) for n, a in given.items())]
+    )
+
+
 def output_rows(model: nn.Module, vocabulary: np.ndarray) -> mx.array:
     """Rows of the model's output projection."""
     tied = "lm_head" not in model
@@ -193,10 +252,16 @@ def output_rows(model: nn.Module, vocabulary: np.ndarray) -> mx.array:
 
 
 def entries(
-    head: Eagle3Head, hidden: mx.array, tokens: mx.array, past: list[Any], embed: Any
+    head: Eagle3Head,
+    hidden: mx.array,
+    tokens: mx.array,
+    past: list[Any],
+    embed: Any,
+    start: int = 0,
 ) -> mx.array:
-    """The head's hidden states ``[B, T, D]`` of one depth more. `past` has keys and values of depth
-    1, of all positions, then of each line's own entries; that of this depth is appended."""
+    """The head's hidden states ``[B, L, D]`` of one depth more, for the lines that begin at
+    positions ``[start, start + L)``. `past` has keys and values of depth 1, of all positions, then
+    of each line's own entries; that of this depth is appended."""
     layer, attention, depth = head.layers[0], head.layers[0].self_attn, len(past)
     batch, length, _ = hidden.shape
     normed = layer.hidden_norm(hidden)
@@ -209,21 +274,25 @@ def entries(
         return moved
 
     groups, scale = attention.n_heads // attention.n_kv_heads, attention.scale
-    query = attention.rope(heads("q_proj", attention.n_heads, "q_norm"), offset=depth) * scale
-    key = attention.rope(heads("k_proj", attention.n_kv_heads, "k_norm"), offset=depth)
+    query = (
+        attention.rope(heads("q_proj", attention.n_heads, "q_norm"), offset=start + depth) * scale
+    )
+    key = attention.rope(heads("k_proj", attention.n_kv_heads, "k_norm"), offset=start + depth)
     past.append((key, heads("v_proj", attention.n_kv_heads, "")))
     first, *others = [tuple(mx.repeat(each, groups, axis=1) for each in pair) for pair in past]
     scores = query @ first[0].swapaxes(-1, -2)
-    at = mx.arange(length)
-    scores = mx.where(at[:, None] >= at[None], scores, -1e9)
+    count = scores.shape[-1]
+    is_past = mx.arange(start, start + length)[:, None] >= mx.arange(count)
+    scores = scores + mx.where(is_past, 0.0, -1e9)
     own = [mx.sum(query * key, axis=-1, keepdims=True) for key, _ in others]
-    weights = mx.softmax(mx.concatenate([scores, *own], axis=-1), axis=-1)
-    result = weights[..., :length] @ first[1]
+    weights = softmax(mx.concatenate([scores, *own], axis=-1))
+    result = weights[..., :count] @ first[1]
     for i, (_, value) in enumerate(others):
-        result = result + weights[..., length + i : length + i + 1] * value
+        result = result + weights[..., count + i : count + i + 1] * value
     result = result.transpose(0, 2, 1, 3).reshape(batch, length, -1)
     hidden = hidden + attention.o_proj(result)
-    found: mx.array = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    normed, mlp = layer.post_attention_layernorm(hidden), layer.mlp
+    found: mx.array = hidden + mlp.down_proj(gated(mlp.gate_proj(normed), mlp.up_proj(normed)))
     return found
 
 
@@ -232,78 +301,108 @@ def shifted(tokens: mx.array, by: int) -> mx.array:
     return moved
 
 
-def loss_of(
-    head: Eagle3Head,
-    batch: tuple[mx.array, ...],
-    depths: int,
-    embed: Any,
-) -> mx.array:
+class Batch(NamedTuple):
+    """Answers to train on.
+
+    Attributes:
+        tokens: ``[B, T]``.
+        states: ``[B, T, W]``.
+        window: the positions whose lines go on behind the first guess.
+        wanted: for each depth the rows whose guesses count, their columns and shares ``[R, K]``.
+    """
+
+    tokens: mx.array
+    states: mx.array
+    window: slice
+    wanted: list[tuple[mx.array, mx.array, mx.array]]
+
+
+def loss_of(head: Eagle3Head, batch: Batch, embed: Any) -> mx.array:
     """Cross entropy with the model's distribution on the head's vocabulary, over all depths."""
-    tokens, answered, states, teacher = batch
-    hidden, past, total = head.fc(states), list[Any](), mx.array(0.0)
-    for depth in range(depths):
-        hidden = entries(head, hidden, shifted(tokens, 1 + depth), past, embed)
-        logits = head.lm_head(head.norm(hidden))[:, : -1 - depth]
-        wanted = teacher[:, 1 + depth :]
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        weight = answered[:, 1 + depth :]
-        crossed = -mx.sum(mx.sum(wanted * logprobs, axis=-1) * weight) / mx.sum(weight)
-        total = total + DECAY**depth * crossed
+    hidden, past, total = head.fc(batch.states), list[Any](), mx.array(0.0)
+    for depth, (rows, ids, shares) in enumerate(batch.wanted):
+        tokens, start = shifted(batch.tokens, 1 + depth), 0
+        if depth:
+            tokens, start = tokens[:, batch.window], batch.window.start
+        hidden = entries(head, hidden, tokens, past, embed, start)
+        logits = head.lm_head(head.norm(hidden.flatten(0, 1)[rows]))
+        total = total + DECAY**depth * cross_entropy(logits, ids, shares)
+        if depth == 0:
+            hidden = hidden[:, batch.window]
     return total
 
 
-def padded(group: Sequence[Example], rows: mx.array) -> tuple[mx.array, ...]:
-    """Tokens ``[B, T]``, which of them are of answers, states, and the model's distributions."""
-    length = max(len(each.tokens) for each in group)
+def batch_of(group: Sequence[Answer], depths: int, rng: random.Random) -> Batch:
+    """These answers, of which a part of the lines goes on to `depths` guesses."""
+    length = max(len(each.tokens) for each, _, _ in group)
+    size = max(length // PART, 1)
+    first = min(each.num_prompt for each, _, _ in group) - 2
+    start = rng.randint(max(first, 0), max(length - size - depths, first, 0))
+    window = slice(start, min(start + size, length))
 
-    def stacked(arrays: Sequence[np.ndarray]) -> mx.array:
+    def stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
         tail = [(0, 0)] * (arrays[0].ndim - 1)
-        return mx.array(np.stack([np.pad(a, [(0, length - len(a)), *tail]) for a in arrays]))
+        return np.stack([np.pad(a, [(0, length - len(a)), *tail]) for a in arrays])
 
-    tokens = stacked([each.tokens for each in group])
-    answered = stacked(
-        [(np.arange(len(e.tokens)) >= e.num_prompt - 1).astype(np.float32) for e in group]
-    )
-    states = stacked([each.states for each in group]).astype(mx.float32)
-    last = stacked([each.last for each in group]).astype(mx.float32)
-    return tokens, answered, states, mx.softmax(last @ rows.T, axis=-1)
+    tokens = stacked([each.tokens for each, _, _ in group])
+    states = stacked([each.states for each, _, _ in group]).astype(np.float32)
+    wanted = []
+    for depth in range(depths):
+        lines = window if depth else slice(0, length)
+        rows, ids, shares = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        for i, (each, of_model, likely) in enumerate(group):
+            # The entry at t guesses token t + 2 + depth, which the model's row before it chooses.
+            stop = min(len(each.tokens) - 1 - depth, lines.stop)
+            at = np.arange(max(each.num_prompt - 2, lines.start), stop)
+            rows.append(i * (lines.stop - lines.start) + at - lines.start)
+            ids.append(of_model[at + 1 + depth])
+            shares.append(likely[at + 1 + depth])
+        joined = [mx.array(np.concatenate(parts)) for parts in (rows, ids, shares)]
+        if len(joined[0]):
+            wanted.append((joined[0], joined[1], joined[2]))
+    return Batch(mx.array(tokens), mx.array(states), window, wanted)
 
 
-def groups_of(train: Sequence[Example], rng: random.Random) -> Iterator[list[Example]]:
+def groups_of(known: Known, rng: random.Random) -> Iterator[list[Answer]]:
     """Batches of answers of about the same length, again and again."""
     while True:
-        order = sorted(train, key=lambda each: len(each.tokens) + rng.randrange(40))
+        known.refresh()
+        order = sorted(known.train, key=lambda each: len(each[0].tokens) + rng.randrange(40))
         groups = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
         rng.shuffle(groups)
         yield from groups
 
 
 def train(
-    head: Eagle3Head, model: nn.Module, known: Sequence[Example], rows: mx.array, seconds: float
-) -> int:
-    """Train for so many seconds; the number of steps."""
+    head: Eagle3Head, model: nn.Module, known: Known, seconds: float, rate: float, out: Path
+) -> list[float]:
+    """Train for so many seconds and write the best head; how often its guesses are all right."""
     embed, rng = model.model.embed_tokens, random.Random(0)
-    optimizer = optim.AdamW(learning_rate=RATE, betas=[0.9, 0.95], weight_decay=0.0)
-    step = nn.value_and_grad(head, loss_of)
-    started, count, losses = time.perf_counter(), 0, list[float]()
-    for group in groups_of(known, rng):
-        done = (time.perf_counter() - started) / seconds
+    optimizer, step = Adam(head, (0.9, 0.95), 1.0), nn.value_and_grad(head, loss_of)
+    started, checked, losses = time.perf_counter(), 0.0, list[float]()
+    best = [0.0] * DEPTHS
+    for count, group in enumerate(groups_of(known, rng)):
+        elapsed = time.perf_counter() - started
+        done = elapsed / seconds
+        if done >= 1 or elapsed > checked + CHECK:
+            checked = elapsed
+            found = acceptance(head, model, known.held, known.vocabulary)
+            mean = float(np.mean(losses[-100:]))
+            print(
+                f"{count} steps of {len(known.train)} answers, {done:.0%} of the time, loss "
+                f"{mean:.3f}, right {found}",
+                flush=True,
+            )
+            if sum(found) > sum(best):
+                best = found
+                save(head, out, known.vocabulary, model.args.vocab_size)
         if done >= 1:
-            break
+            return best
         slope = 0.05 + 0.95 * 0.5 * (1 + float(np.cos(np.pi * done)))
-        optimizer.learning_rate = RATE * min(1.0, (count + 1) / WARM_UP) * slope
-        batch = padded(group, rows)
-        depths = FIRST_DEPTHS + (done > 1 - LAST_PART)
-        loss, gradients = step(head, batch, depths, embed)
-        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-        optimizer.update(head, gradients)
-        mx.eval(head.parameters(), optimizer.state)
+        loss, gradients = step(head, batch_of(group, TRAINED, rng), embed)
+        optimizer.update(gradients, rate * min(1.0, (count + 1) / WARM_UP) * slope)
         losses.append(loss.item())
-        count += 1
-        if count % 50 == 0:
-            mean = float(np.mean(losses[-50:]))
-            print(f"{count} steps, {done:.0%} of the time, loss {mean:.3f}", flush=True)
-    return count
+    raise AssertionError("there are answers without end")
 
 
 def acceptance(
@@ -352,36 +451,29 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="for all of it")
     parser.add_argument("--answers", type=int, default=700)
     parser.add_argument("--tokens", type=int, default=160, help="of an answer at most")
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens that can be guessed")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens that can be guessed")
+    parser.add_argument("--rate", type=float, default=RATE, help="largest learning rate")
+    parser.add_argument("--start", type=Path, help="folder of a head to go on with")
+    parser.add_argument("--data", type=Path, help="folder of the answers; made where there is none")
     args = parser.parse_args()
     started = time.perf_counter()
     is_demo = args.model == "demo"
     model, tokenizer = mlx_lm.load(str(demo_model_path()) if is_demo else args.model)[:2]
     model.freeze()
     mx.random.seed(0)
-    prompts = code_prompts(tokenizer) if is_demo else chat_prompts(tokenizer)
-    random.Random(7).shuffle(prompts)
-    prompts = prompts[: HELD_OUT + args.answers]
-    texts = list(zip(prompts, answers(model, tokenizer, prompts, args.tokens), strict=True))
-    print(
-        f"{sum(len(a) for _, a in texts)} tokens, {time.perf_counter() - started:.0f} s", flush=True
-    )
-    size, count = model.args.vocab_size, len(model.layers)
-    counts = np.zeros(size, np.int64)
-    for _, answer in texts[HELD_OUT:]:
-        np.add.at(counts, answer, 1)
-    vocabulary = np.sort(np.argsort(-counts, kind="stable")[: args.vocabulary])
-    print(f"the vocabulary covers {counts[vocabulary].sum() / counts.sum():.2%}", flush=True)
-    ids = (2, count // 2, count - 1) if count > 5 else (1, count // 2, count - 1)
-    known = examples(model, ids, texts)
-    print(f"states, {time.perf_counter() - started:.0f} s", flush=True)
-    head, rows = new_head(model, ids, vocabulary), output_rows(model, vocabulary)
+    folder = args.data or args.out / "answers"
+    if not [*folder.glob("*.npz")]:
+        prompts = code_prompts(tokenizer) if is_demo else chat_prompts(tokenizer)
+        random.Random(7).shuffle(prompts)
+        new_answers(model, tokenizer, prompts[: HELD_OUT + args.answers], args.tokens, folder)
+    known = Known(folder, model, min(args.vocabulary, model.args.vocab_size))
+    print(f"{len(known.train)} answers, {time.perf_counter() - started:.0f} s", flush=True)
+    head = new_head(model, layer_ids(len(model.layers)), known.vocabulary)
+    if args.start is not None:
+        take(head, args.start, known.vocabulary)
     left = args.minutes * 60 - (time.perf_counter() - started)
-    steps = train(head, model, known[HELD_OUT:], rows, max(left, 30.0))
-    found = acceptance(head, model, known[:HELD_OUT], vocabulary)
-    save(head, args.out, vocabulary, size)
-    minutes = (time.perf_counter() - started) / 60
-    print(json.dumps({"all right": found, "steps": steps, "minutes": round(minutes, 1)}))
+    found = train(head, model, known, max(left, 30.0), args.rate, args.out)
+    print(json.dumps({"all right": found}))
 
 
 if __name__ == "__main__":

@@ -82,9 +82,9 @@ class Engine(ModelCore):
             sequence at a time compute no guesses.
         draft_model: a smaller mlx-lm model with the same vocabulary, which guesses tokens instead.
             Its pool is a part of `kv_memory`, or has as many blocks as `num_blocks` says.
-        draft_head: a head of this model, which guesses instead: a folder with an EAGLE-3 head, a
-            file of `mlx_paged head extract`, or a checkpoint with an MTP head
-            (docs/speculation.md).
+        draft_head: a head of this model, which guesses instead or, with `speculate`, wherever its
+            guesses promise more: a folder with an EAGLE-3 head, a file of `mlx_paged head extract`,
+            or a checkpoint with an MTP head (docs/speculation.md).
         num_draft_tokens: the largest number of tokens that a draft model or head guesses for a
             request in a step.
         compile: compute the steps that only decode by graphs that MLX has traced before, if it can

@@ -50,7 +50,7 @@ class EngineModels:
 
     pooled: PooledModel
     runner: ModelRunner | LeadingRunner
-    drafter: Drafter | None
+    drafters: list[Drafter]
     adapters: AdapterStore | None
 
     @classmethod
@@ -89,22 +89,25 @@ class EngineModels:
             runner = pooled.runner
         else:
             pooled, runner = ranks.pooled(measured, make_runner)
-        drafter: Drafter | None = None
+        drafters = list[Drafter]()
         if head is not None and of_draft is not None:
-            drafter = HeadDrafter.beside(pooled, head, of_draft, config.num_draft_tokens)
+            drafters += [HeadDrafter.beside(pooled, head, of_draft, config.num_draft_tokens)]
         elif draft_model is not None and of_draft is not None:
-            drafter = DraftModel.beside(pooled, draft_model, of_draft, config.num_draft_tokens)
-        elif config.speculate is not None and can_draft(profile):
-            drafter = DRAFTERS[config.speculate]()
+            drafters += [DraftModel.beside(pooled, draft_model, of_draft, config.num_draft_tokens)]
+        if config.speculate is not None and can_draft(profile):
+            drafters += [DRAFTERS[config.speculate]()]
         if adapters is not None:
             pooled.runner.row_terms = adapters.terms
-        return cls(pooled, runner, drafter, adapters)
+        return cls(pooled, runner, drafters, adapters)
 
     @property
     def both(self) -> list[PooledModel]:
         """The model, and the draft model or the head if there is one."""
-        drafter = self.drafter
-        return [self.pooled, *([drafter.pooled] if isinstance(drafter, PooledDrafter) else [])]
+        return [self.pooled, *(each.pooled for each in self._pooled_drafters)]
+
+    @property
+    def _pooled_drafters(self) -> list[PooledDrafter]:
+        return [each for each in self.drafters if isinstance(each, PooledDrafter)]
 
     @property
     def resizable(self) -> ModelRunner | None:
@@ -116,13 +119,18 @@ class EngineModels:
     @property
     def beside(self) -> list[Callable[[int], None]]:
         """What follows a new size of the model's pool."""
-        drafter, width = self.drafter, self.pooled.plan.width
-        return [lambda n: drafter.resize(n // width)] if isinstance(drafter, PooledDrafter) else []
+        width = self.pooled.plan.width
+
+        def following(drafter: PooledDrafter) -> Callable[[int], None]:
+            return lambda n: drafter.resize(n // width)
+
+        return [following(each) for each in self._pooled_drafters]
 
     def watch(self, observers: Observers[LaunchedStep]) -> None:
         """Give a head the hidden states of the steps."""
-        if isinstance(self.drafter, HeadDrafter):
-            observers.settled.append(self.drafter.settled)
+        for each in self.drafters:
+            if isinstance(each, HeadDrafter):
+                observers.settled.append(each.settled)
 
     @property
     def limits(self) -> list[HeldLimits]:
@@ -245,7 +253,7 @@ def _scheduler(
         victims=PreemptionPolicy(config.preempt),
         max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
         watermark=int(WATERMARK * pooled.pool.num_blocks),
-        make_proposals=None if models.drafter is None else partial(Speculation, models.drafter),
+        make_proposals=partial(Speculation, models.drafters) if models.drafters else None,
         open_tier=open_tier,
         few_sizes=gpu_memory() is not None,
         alone_chunk=pooled.longest_chunk,

@@ -1,5 +1,6 @@
 """Which requests get drafts, how many, and which of these are right. Knows no mlx."""
 
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -52,12 +53,16 @@ class Speculation:
     stream. So a draft is right if and only if it is the token that the model chooses there, and the
     output is the output without drafts.
 
+    With several drafters each request gets, in each step, the guesses of the one that promises most
+    tokens for the time of their rows and of the drafter itself.
+
     The K/V of a wrong draft is written again. A recurrent state that a wrong draft went into is
     given up: the state before the span is kept, and the request's next step computes the states of
     its accepted tokens again.
 
     Attributes:
         exist: True, see :class:`Proposals`.
+        drafters: make the guesses.
         reads_first: whether the next step will have drafts. Then the step under way must be read
             before the next step is scheduled.
         num_computed: drafts that were computed.
@@ -69,14 +74,16 @@ class Speculation:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafters: Sequence[Drafter],
         allocator: BlockAllocator,
         budget: ChunkBudget,
     ) -> None:
-        self.drafter = drafter
+        self.drafters = [*drafters]
+        self._drafter_of: dict[int, Drafter] = {}  # by request id, where there are several
         self.reads_first = False
         self.num_computed = self.num_right = self._num_plans = 0
-        self.by_depth = [[0, 0] for _ in range(drafter.num_tokens)]
+        most = max(each.num_tokens for each in drafters)
+        self.by_depth = [[0, 0] for _ in range(most)]
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
@@ -88,16 +95,15 @@ class Speculation:
         if self._rest:
             self._rest -= 1
             return decodes
-        depths = self._depths({request: self._likelihood(request) for request in decodes})
+        depths = self._depths(self._likelihoods(decodes))
         self.reads_first = bool(depths)
         self._num_vain = 0 if depths else self._num_vain + bool(decodes)
         self._rest = REST if self._num_vain >= PATIENCE else 0
         if not depths or any(request.num_in_flight for request in decodes):
             return decodes
-        proposed = self.drafter.propose([*depths], [*depths.values()])
-        planning.proposal_seconds = self.drafter.seconds
+        proposed = self._propose(planning, depths)
         reserved = self._allocator.blocks_to_append(len(decodes))
-        for request, drafts in zip(depths, proposed, strict=True):
+        for request, drafts in proposed.items():
             start = request.num_computed
             stop = start + 1 + len(drafts)
             more = self._allocator.blocks_needed(stop) - self._allocator.blocks_needed(start)
@@ -120,20 +126,60 @@ class Speculation:
             for depth, counts in enumerate(self.by_depth[:drafted]):
                 counts[0] += 1
                 counts[1] += depth < accepted
-            self.drafter.verified(request, drafted, accepted)
+            self._source(request).verified(request, drafted, accepted)
 
     def drop(self, request: Request) -> None:
-        self.drafter.drop(request)
+        self._drafter_of.pop(request.id, None)
+        for each in self.drafters:
+            each.drop(request)
 
     def recover(self) -> None:
-        self.drafter.recover()
+        for each in self.drafters:
+            each.recover()
 
-    def _likelihood(self, request: Request) -> tuple[float, ...]:
-        if not request.params.speculates or request.samples:
-            return ()
-        if self._behind(request) > MOST_BEHIND:
-            return ()
-        return self.drafter.likelihood(request)
+    def _source(self, request: Request) -> Drafter:
+        """What the latest guesses of a request are of."""
+        return self._drafter_of.get(request.id, self.drafters[0])
+
+    def _propose(self, planning: Planning, depths: dict[Request, int]) -> dict[Request, list[int]]:
+        """Guesses for each request, of its own drafter."""
+        found: dict[Request, list[int]] = {}
+        for drafter in self.drafters:
+            own = [request for request in depths if self._source(request) is drafter]
+            if own:
+                found |= zip(own, drafter.propose(own, [depths[r] for r in own]), strict=True)
+                planning.proposal_seconds += drafter.seconds
+        return found
+
+    def _likelihoods(self, decodes: list[Request]) -> dict[Request, tuple[float, ...]]:
+        """What is known of each request's next guesses."""
+        able = {
+            request
+            for request in decodes
+            if request.params.speculates
+            and not request.samples
+            and self._behind(request) <= MOST_BEHIND
+        }
+        first, *others = self.drafters
+        likely = {r: first.likelihood(r) if r in able else () for r in decodes}
+        if others and able:
+            self._choose(likely, able)
+        return likely
+
+    def _choose(self, likely: dict[Request, tuple[float, ...]], able: set[Request]) -> None:
+        """Replace a request's likelihood where another drafter's guesses are worth more."""
+        _, seconds, of_draft = self._plain(likely)
+        rate = len(likely) / seconds if seconds else 0.0
+
+        def worth(offer: tuple[Drafter, tuple[float, ...]]) -> float:
+            each, shares = offer
+            own_seconds = each.seconds_per_draft / len(likely)
+            return _worth(shares, each.num_tokens, of_draft + own_seconds, rate)
+
+        for request in able:
+            offers = [(self.drafters[0], likely[request])]
+            offers += [(each, each.likelihood(request)) for each in self.drafters[1:]]
+            self._drafter_of[request.id], likely[request] = max(offers, key=worth)
 
     def _behind(self, request: Request) -> int:
         """Computed tokens of a request whose recurrent states have to be computed again."""
@@ -142,38 +188,39 @@ class Speculation:
     def _depths(self, likely: dict[Request, tuple[float, ...]]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""
         count, cost = len(likely), self._budget.cost
-        late = sum(map(self._behind, likely))
-        plain = StepWork(count + late, sum(request.num_computed for request in likely))
-        seconds = cost.predict(plain)
+        plain, seconds, of_draft = self._plain(likely)
         hopeful = [request for request, shares in likely.items() if shares and shares[0] > 0]
         if not seconds or not hopeful:
             return {}
-        of_draft = cost.predict(plain + StepWork(1, plain.decode_context // count)) - seconds
         # With drafts the rate is at most the larger one of `count / seconds` and the best draft's.
         best_first = max(likely[request][0] for request in hopeful)
         if min(best_first, SUREST) * seconds <= MIN_GAIN * count * of_draft:
             return {}
         longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
-        room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count - late)
-        most = self.drafter.num_tokens
+        room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - plain.decode_rows)
+        sources = [self._source(request) for request in hopeful]
+        most = max(each.num_tokens for each in sources)
         # [requests, most]: the j-th draft gives as many tokens as it is likely that j are right.
-        shares = [likely[request][:most] for request in hopeful]
-        right = np.array([[*each, *[each[-1]] * (most - len(each))] for each in shares])
+        right = np.array([_padded(likely[r], most) for r in hopeful])
         right = np.clip(right, 1 - SUREST, SUREST)
         gives = np.cumprod(right, axis=1)
-        for given, request in zip(gives, hopeful, strict=True):
-            given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
+        for given, request, source in zip(gives, hopeful, sources, strict=True):
+            left = max(request.params.max_tokens - request.num_generated - 1, 0)
+            given[min(left, source.num_tokens) :] = 0
         rows = np.ones(gives.shape)
         if self._allocator.states.exist:
             # If the j-th is the first wrong draft, j more tokens have to be computed again.
             behind = np.array([[self._behind(request)] for request in hopeful])
             rows = rows + gives * (1 / right - 1) * (behind + np.arange(1, most + 1))
         best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
-        while most:
-            gives = gives[:, :most]
+        # Each depth of drafters that take time is a step of theirs, for all requests together.
+        costly = np.array([source.seconds_per_draft > 0 for source in sources])
+        per_depth = sum({s.seconds_per_draft for s in sources})
+        deepest = max([s.num_tokens for s in sources if s.seconds_per_draft > 0], default=0)
+        for limit in range(deepest, -1, -1):
+            gives[costly, limit:] = 0
             order = np.argsort(-gives, axis=None, kind="stable")
-            times = seconds + of_draft * np.cumsum(rows[:, :most].ravel()[order])
-            times += most * self.drafter.seconds_per_draft
+            times = seconds + of_draft * np.cumsum(rows.ravel()[order]) + limit * per_depth
             rates = (count + np.cumsum(gives.ravel()[order])) / times
             rates[room:] = 0
             rates[times > longest] = 0
@@ -181,8 +228,33 @@ class Speculation:
             if rates[last] > best_rate:
                 best = np.bincount(order[: last + 1] // most, minlength=len(hopeful))
                 best_rate = rates[last]
-            most = most - 1 if self.drafter.seconds_per_draft else 0
         self._num_plans += 1
         if self._num_plans % TRIAL == 0:
             best = best // 2
         return {r: depth for r, depth in zip(hopeful, best.tolist(), strict=True) if depth}
+
+    def _plain(self, decodes: Collection[Request]) -> tuple[StepWork, float, float]:
+        """A step of these without drafts, its seconds, and those of one draft more."""
+        late, cost = sum(map(self._behind, decodes)), self._budget.cost
+        context = sum(request.num_computed for request in decodes)
+        plain = StepWork(len(decodes) + late, context)
+        seconds = cost.predict(plain)
+        further = StepWork(1, context // max(len(decodes), 1))
+        return plain, seconds, cost.predict(plain + further) - seconds
+
+
+def _padded(shares: tuple[float, ...], count: int) -> tuple[float, ...]:
+    """Shares at `count` depths."""
+    return (shares + shares[-1:] * (count - len(shares)))[:count]
+
+
+def _worth(shares: tuple[float, ...], most: int, seconds: float, rate: float) -> float:
+    """Tokens that at most so many drafts of a request bring, less those that the time of the
+    drafts brings without them: each draft takes `seconds`, and a second brings `rate` tokens."""
+    found, right = 0.0, 1.0
+    for share in _padded(shares, most) if shares else ():
+        right *= share
+        if right <= seconds * rate:
+            break
+        found += right - seconds * rate
+    return found

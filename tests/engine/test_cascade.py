@@ -31,7 +31,7 @@ def make_engine(model, **options) -> Engine:
     scheduler = engine.scheduler
     if scheduler.proposals.exist:  # guesses of which most are right, however fast it is
         drafter = InjectedDrafter(Random(1), MlxLmSolo(model, VOCAB), 0.7)
-        scheduler.proposals = Speculation(drafter, scheduler.allocator, scheduler.budget)
+        scheduler.proposals = Speculation([drafter], scheduler.allocator, scheduler.budget)
         take_every_guess(scheduler.proposals)
     return engine
 

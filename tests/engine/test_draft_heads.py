@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, SamplingParams
+from mlx_paged.scheduler.step import StepWork
 from tests.support.models.eagle3_files import (
     Eagle3Reference,
     random_head,
@@ -40,7 +41,7 @@ class Watched:
         options = {"block_size": 4, "num_blocks": 99, "prefill_chunk": 7} | options
         self.engine = Engine(target, draft_head=str(folder), **options)
         take_every_guess(self.engine.scheduler.proposals)
-        self.drafter = self.engine.scheduler.proposals.drafter
+        self.drafter = self.engine.scheduler.proposals.drafters[0]
         self.origins: list[dict[int, int]] = []
         self.computed: list[int] = []
         self._propose, self.drafter.propose = self.drafter.propose, self.propose
@@ -154,6 +155,23 @@ def test_the_pool_and_the_weights_of_a_head_are_part_of_the_budget(tmp_path):
     assert rooms[0] == rooms[1] > 0
 
 
+def test_n_grams_and_a_head_draft_beside_each_other(tmp_path):
+    """Guesses of n-grams replace those of the head where the text repeats itself."""
+    watched = Watched(tmp_path, speculate="ngram", num_draft_tokens=2)
+    proposals = watched.engine.scheduler.proposals
+    proposals._plain = lambda decodes: (StepWork(len(decodes), 0), 0.01, 0.0001)
+    ngrams = proposals.drafters[1]
+    of_ngrams, propose = list[int](), ngrams.propose
+    ngrams.propose = lambda *given: of_ngrams.append(1) or propose(*given)
+    asked = [prompt(9), [*prompt(6, 1), *prompt(6, 1)], prompt(12, 2)]
+    params = SamplingParams(max_tokens=40)
+    done = watched.engine.generate(asked, params)
+    plain = Engine(watched.target, num_blocks=99).generate(asked, params)
+    assert [each.tokens for each in done] == [each.tokens for each in plain]
+    assert of_ngrams and watched.origins, "both guess"
+    assert len(proposals.by_depth) == ngrams.num_tokens > 2
+
+
 def test_drafts_are_counted_by_depth(tmp_path):
     watched = Watched(tmp_path)
     watched.engine.generate([prompt(8)], SamplingParams(max_tokens=12))
@@ -166,7 +184,10 @@ def test_drafts_are_counted_by_depth(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculate": "ngram"}, "draft_head is .*: expected None beside speculate"),
+        (
+            {"draft_model": tiny_model("llama")},
+            "draft_head is .*: expected None beside draft_model",
+        ),
         ({"draft_head": "/nowhere"}, "draft head /nowhere: expected a folder"),
     ],
 )

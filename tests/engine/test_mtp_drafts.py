@@ -59,7 +59,7 @@ class Watched:
         )
         self.engine = Engine(self.target, draft_head=str(path), **OPTIONS)
         take_every_guess(self.engine.scheduler.proposals)
-        drafter = self.engine.scheduler.proposals.drafter
+        drafter = self.engine.scheduler.proposals.drafters[0]
         self.drafter, self._propose, drafter.propose = drafter, drafter.propose, self.propose
         self.compared = 0
 

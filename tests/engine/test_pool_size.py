@@ -77,7 +77,7 @@ def test_a_draft_models_pool_follows():
     for _ in range(2):
         done = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
         assert [completion.tokens for completion in done] == expected
-    drafter = engine._models.drafter
+    drafter = engine._models.drafters[0]
     assert drafter.pooled.pool.num_blocks == sizes.size.now
     drafter.pooled.check_integrity()
     assert engine.stats.drafts > 0

@@ -48,7 +48,7 @@ def test_its_guesses_are_those_of_a_plain_reference(tmp_path, model_type, layout
     reference, ids = written(tmp_path, target, LAYOUTS[layout])
     engine = Engine(target, draft_head=str(tmp_path), block_size=4, num_blocks=99, prefill_chunk=7)
     table = np.array(target.model.embed_tokens.weight, np.float64)
-    drafter, num_seen = engine.scheduler.proposals.drafter, 0
+    drafter, num_seen = engine.scheduler.proposals.drafters[0], 0
     take_every_guess(engine.scheduler.proposals)
     propose = drafter.propose
 

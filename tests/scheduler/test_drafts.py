@@ -46,8 +46,21 @@ class Always:
         self.dropped.append(request.id)
 
 
+class Priced(Always):
+    """Drafts of one token, each of which takes the drafter some seconds."""
+
+    num_tokens = 3
+
+    def __init__(self, token: int, likelihood: float, seconds_per_draft: float) -> None:
+        super().__init__(token, likelihood)
+        self.seconds_per_draft = seconds_per_draft
+
+    def likelihood(self, request: Request) -> tuple[float, ...]:
+        return (self.chance,) if self.chance else ()
+
+
 def scheduler_with(
-    drafter: Always,
+    *drafters: Always,
     num_blocks: int = 100,
     row_seconds: float = 0.0001,
     has_states: bool = False,
@@ -55,7 +68,9 @@ def scheduler_with(
 ) -> Scheduler:
     """A scheduler that knows its costs: a step takes 10 ms and as much more for each row."""
     allocator = BlockAllocator(num_blocks, 4, states=StateIds() if has_states else None)
-    scheduler = Scheduler(allocator, 8, 64, make_proposals=partial(Speculation, drafter), **options)
+    scheduler = Scheduler(
+        allocator, 8, 64, make_proposals=partial(Speculation, drafters), **options
+    )
     for rows in (1, 8, 64, 1, 8, 64):
         scheduler.budget.observe(StepWork(rows, 10 * rows), 0.010 + row_seconds * rows)
     return scheduler
@@ -201,7 +216,10 @@ def test_drafts_end_before_the_last_token_and_at_the_bound_of_a_stall():
 
 def test_the_first_drafts_are_few_and_then_no_more_than_twice_as_many_rows():
     scheduler = Scheduler(
-        BlockAllocator(100, 4), 8, 64, make_proposals=partial(Speculation, Always(likelihood=0.99))
+        BlockAllocator(100, 4),
+        8,
+        64,
+        make_proposals=partial(Speculation, [Always(likelihood=0.99)]),
     )
     started(scheduler, 5, 5)
     rows = []
@@ -237,7 +255,7 @@ def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: floa
     takes `of_row` seconds; times vary by a seventh."""
     rng = random.Random(7)
     right: dict[int, list[int]] = {}
-    source = None if drafter is None else partial(Speculation, drafter)
+    source = None if drafter is None else partial(Speculation, [drafter])
     scheduler = Scheduler(BlockAllocator(2000, 16), 16, 512, make_proposals=source)
     for i in range(32):
         text = [rng.randrange(10**6) for _ in range(320)]
@@ -362,3 +380,67 @@ def test_an_ended_request_is_forgotten():
     (request,) = started(scheduler, 5)
     scheduler.complete(request)
     assert drafter.dropped == [0]
+
+
+OWN, OTHER = 7, 8
+"""Tokens of two drafters."""
+
+
+@pytest.mark.parametrize(
+    ("own", "seconds", "other", "expected"),
+    [
+        (0.6, 0.0, 0.9, OTHER),
+        (0.9, 0.0, 0.6, OWN),
+        (0.9, 0.009, 0.6, OTHER),  # two tokens more, in the time of three steps
+        (0.9, 0.0005, 0.6, OWN),
+        (0.0, 0.0, 0.6, OTHER),
+        (0.6, 0.0, 0.0, OWN),
+    ],
+)
+def test_a_request_gets_the_drafts_that_promise_more_tokens_for_their_time(
+    own, seconds, other, expected
+):
+    drafters = Priced(OWN, own, seconds), Priced(OTHER, other, 0.0)
+    scheduler = scheduler_with(*drafters)
+    started(scheduler, 5)
+    step = scheduler.schedule()
+    (span,) = step.spans
+    assert {*span.drafts} == {expected}
+    finish(scheduler, step)
+    learnt = {each.token: each.learnt for each in drafters}
+    assert len(learnt.pop(expected)) == 1 and [*learnt.values()] == [[]]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.0001])
+def test_requests_of_a_step_have_drafts_of_their_own_drafter(seconds):
+    """No request gets more of them than its drafter makes."""
+
+    class First(Priced):
+        def likelihood(self, request):
+            return (0.95,) if request.id == 0 else ()
+
+    free = Always(OTHER, 0.7)
+    scheduler = scheduler_with(First(OWN, 0.95, seconds), free, row_seconds=1e-5)
+    started(scheduler, 5, 5)
+    drafts = {span.request.id: span.drafts for span in scheduler.schedule().spans}
+    assert drafts[0] == (OWN,) * 3
+    assert {*drafts[1]} == {OTHER} and len(drafts[1]) > 3
+    assert len(scheduler.proposals.by_depth) == MAX_DRAFTS
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.0, 3), (0.001, 3), (0.004, 2), (0.012, 0)])
+def test_the_time_of_a_drafter_bounds_its_drafts(seconds, count):
+    """A step takes 10.1 ms and 0.1 ms for each draft, and has 1.8, 2.44 or 2.95 tokens."""
+    scheduler = scheduler_with(Priced(OWN, 0.8, seconds))
+    started(scheduler, 5)
+    (span,) = scheduler.schedule().spans
+    assert len(span.drafts) == count
+
+
+def test_an_ended_request_is_forgotten_by_all_drafters():
+    drafters = Always(), Priced(OTHER, 0.6, 0.0)
+    scheduler = scheduler_with(*drafters)
+    (request,) = started(scheduler, 5)
+    finish(scheduler, scheduler.schedule())
+    scheduler.complete(request)
+    assert [each.dropped for each in drafters] == [[0], [0]]

@@ -96,7 +96,7 @@ class HeadWithRightDrafts(InjectedDrafter):
 
 def every_guess(speculation, likely):
     """For ``Speculation._depths``: drafts for whoever has a guess, however fast the machine is."""
-    most = min(6, speculation.drafter.num_tokens)
+    most = min(6, speculation.drafters[0].num_tokens)
     left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p}
     return {request: min(most, count) for request, count in left.items() if count > 0}
 

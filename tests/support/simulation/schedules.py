@@ -136,11 +136,11 @@ class Features:
         scheduler = engine.scheduler
         drafter = _drafter_for(solo, name)
         if self.heads:
-            head, rng_of_drafts = scheduler.proposals.drafter, random.Random(f"{name}:heads")
+            head, rng_of_drafts = scheduler.proposals.drafters[0], random.Random(f"{name}:heads")
             drafter = HeadWithRightDrafts(rng_of_drafts, solo, 0.5, head)
         if drafter is not None:
             drafter.never = runner.bad
-            scheduler.proposals = Speculation(drafter, scheduler.allocator, scheduler.budget)
+            scheduler.proposals = Speculation([drafter], scheduler.allocator, scheduler.budget)
             if self.is_real or self.all_guesses or setting.max_stall is None:
                 take_every_guess(scheduler.proposals)
         source = structured_calls if self.is_real else hash_model
