@@ -5,18 +5,7 @@ python -m scripts.api_fields
 
 from pathlib import Path
 
-from mlx_paged.protocol.fields import (
-    ASIDE,
-    BOTH,
-    CHAT,
-    CONSTRAINTS,
-    LABELS,
-    ONLY,
-    OWN,
-    SAMPLING,
-    TEXT,
-    all_fields,
-)
+from mlx_paged.protocol.fields import API_OF, all_fields, treatment
 
 PAGE = Path(__file__).parents[1] / "docs" / "api-fields.md"
 PATHS = {
@@ -39,25 +28,6 @@ HEAD = """# Fields of requests
 A value of `null` is the same as no field. Other fields that begin with `guided_` are refused.
 
 """
-
-
-API_OF = {"chat": CHAT, "completions": TEXT, "messages": CHAT, "responses": CHAT}
-"""By API: rules beside :data:`BOTH`."""
-
-
-def treatment(api: str, name: str) -> str:
-    """What an API does with a field."""
-    if (api, name) == ("responses", "messages"):
-        return "refused"
-    if name in OWN.get(api, ()) or name in BOTH or name in API_OF[api]:
-        return "obeyed"
-    if name in SAMPLING or name in CONSTRAINTS:
-        return "obeyed"
-    if name in LABELS:
-        return "changes no answer"
-    unless = " or ".join(repr(x) for x in ONLY.get(name, ASIDE.get(name, ())))
-    what = "refused" if name in ONLY else "ignored by name"
-    return f"{what}, unless {unless}" if unless else what
 
 
 def page() -> str:

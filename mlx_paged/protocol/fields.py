@@ -236,3 +236,23 @@ def all_fields() -> set[str]:
     """Every field that a table names."""
     tables = BOTH, CHAT, TEXT, SAMPLING, LABELS, ONLY, ASIDE, CONSTRAINTS, *OWN.values()
     return {name for table in tables for name in table}
+
+
+API_OF = {"chat": CHAT, "completions": TEXT, "messages": CHAT, "responses": CHAT}
+"""By API: rules beside :data:`BOTH`."""
+
+
+def treatment(api: str, name: str) -> str:
+    """What an API does with a field: "obeyed", "refused", "ignored by name" or "changes no answer";
+    the second and the third may go on with values for which that does not hold."""
+    if (api, name) == ("responses", "messages"):
+        return "refused"
+    if name in OWN.get(api, ()) or name in BOTH or name in API_OF[api]:
+        return "obeyed"
+    if name in SAMPLING or name in CONSTRAINTS:
+        return "obeyed"
+    if name in LABELS:
+        return "changes no answer"
+    unless = " or ".join(repr(x) for x in ONLY.get(name, ASIDE.get(name, ())))
+    what = "refused" if name in ONLY else "ignored by name"
+    return f"{what}, unless {unless}" if unless else what

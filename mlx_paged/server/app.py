@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
-from mlx_paged.protocol import json_text, messages, request_body, responses
+from mlx_paged.protocol import json_text, messages, openapi, request_body, responses
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.protocol.request_body import Refusal, refusing
 from mlx_paged.request import BACKGROUND
@@ -39,7 +39,9 @@ from mlx_paged.server.token_endpoints import TOKEN_ENDPOINTS, as_text
 from mlx_paged.server.workers import Probes, Workers
 from mlx_paged.vision.images import has_image
 
-OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
+OPEN = {"/", "/health", "/ready", "/openapi.json"}
+"""Paths that need no key: they tell nothing about requests."""
+
 LONG_BODY = 1 << 16  # bytes; longer ones are read by few threads
 NUM_READERS = 4  # these threads
 NUM_COMPILES = 24  # threads that wait for a compiler: more than may wait, so that others are told
@@ -70,6 +72,14 @@ APIS: dict[str, tuple[type[Answer], Callable[[Fields], Fields] | None]] = {
 }
 """By path: how an answer is written, and what makes a body for chat completions of a request."""
 
+BODIES = {
+    "/v1/completions": "completions",
+    **dict.fromkeys(("/v1/chat/completions", "/chat/completions"), "chat"),
+    messages.PATHS[0]: "messages",
+    responses.PATH: "responses",
+}
+"""By path: the API whose fields its bodies have, in the OpenAPI document."""
+
 FOR_TEXTS = ("/tokenize", "/detokenize", "/v1/estimate")
 """Paths whose bodies may be for completions, too: bodies without messages are."""
 
@@ -77,17 +87,21 @@ FOR_TEXTS = ("/tokenize", "/detokenize", "/v1/estimate")
 def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     """The ASGI application that serves `models`."""
     changing = (LOAD_ADAPTER, UNLOAD_ADAPTER) if args.adapters_dir is not None else ()
+    gets = {
+        "/v1/models": _list_models,
+        **dict.fromkeys(("/health", "/ready"), _health),
+        "/metrics": _metrics,
+        "/v1/cache": cache_view.cache,
+        "/status": _status,
+        "/openapi.json": _openapi,
+        "/": _page,
+    }
     app = Starlette(
         routes=[
             *(Route(path, _complete, methods=["POST"]) for path in APIS),
             *(Route(path, _change_adapters, methods=["POST"]) for path in changing),
-            Route("/v1/models", _list_models),
+            *(Route(path, endpoint) for path, endpoint in gets.items()),
             Route("/v1/models/{name:path}", _list_models),
-            *(Route(path, _health) for path in ("/health", "/ready")),
-            Route("/metrics", _metrics),
-            Route("/v1/cache", cache_view.cache),
-            Route("/status", _status),
-            Route("/", _page),
         ],
         exception_handlers={kind: _refuse for kind in (Refusal, HTTPException, Exception)},
         lifespan=_lifespan,
@@ -96,6 +110,10 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     app.state.args, app.state.models = args, models
     app.state.metrics = ServerMetrics(models)
     app.state.created = int(time.time())
+    others = [path for path in (*APIS, *changing) if path not in BODIES]
+    app.state.openapi = JsonAnswer(
+        openapi.document(BODIES, others, {path: path in OPEN for path in gets}, bool(args.api_keys))
+    )
     app.state.forced = False  # to stop without an end of open answers
     app.state.open_tickets = set[Tickets]()
     app.state.seen = set[str]()  # unknown fields that the log has named
@@ -394,6 +412,11 @@ async def _status(request: Request) -> Response:
         status["failed_answers"] = metrics.failed_answers()
         return JsonAnswer(status | await asyncio.to_thread(metrics.engines))
     raise Refusal(503, "the engine has stopped")
+
+
+async def _openapi(request: Request) -> Response:
+    answer: Response = request.app.state.openapi
+    return answer
 
 
 async def _page(request: Request) -> Response:

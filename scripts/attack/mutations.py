@@ -5,8 +5,8 @@ import random
 from copy import deepcopy
 from typing import Any
 
-from mlx_paged.protocol.fields import ONLY, OWN, RANGES, SAMPLING, all_fields
-from scripts.api_fields import API_OF, PATHS
+from mlx_paged.protocol.fields import API_OF, ONLY, OWN, RANGES, SAMPLING, all_fields
+from scripts.api_fields import PATHS
 from scripts.attack.wire import Request, post
 from scripts.soak_clients import SCHEMA, TOOL
 

@@ -8,9 +8,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
 from mlx_paged.protocol import messages, responses
-from mlx_paged.protocol.fields import all_fields
+from mlx_paged.protocol.fields import API_OF, all_fields, treatment
 from mlx_paged.protocol.request_body import read
-from scripts.api_fields import API_OF, PAGE, page, treatment
+from scripts.api_fields import PAGE, page
 
 SENT = {
     "completions": completion_create_params.CompletionCreateParamsBase,

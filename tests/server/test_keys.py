@@ -14,13 +14,13 @@ from tests.support import TIMEOUT
 from tests.support.commands.server_harness import live, wait_until
 
 KEY = "s3cret"
-OPEN = {"/", "/health", "/ready"}
+OPEN = {"/", "/health", "/ready", "/openapi.json"}
 ENDPOINTS = [
     *(("GET", path) for path in ("/", "/health", "/ready", "/metrics", "/status")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/default_model")),
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/chat/completions")),
     *(("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")),
-    ("GET", "/v1/cache"),
+    *(("GET", path) for path in ("/v1/cache", "/openapi.json")),
     *(("POST", path) for path in ("/tokenize", "/detokenize", "/apply-template", "/v1/estimate")),
 ]
 JSON = "Content-Type: application/json"
