@@ -1,11 +1,15 @@
 #include "csrc/tape.h"
 
+#include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
 #include "csrc/validate.h"
+#include "mlx/ops.h"
 #include "mlx/primitives.h"
 
 namespace mlx_paged {
@@ -51,6 +55,31 @@ Arrays in_order(const Arrays& outputs, const std::unordered_map<uintptr_t, size_
   return order;
 }
 
+// Whether a transpose moves only axes of length 1, so that the elements keep their order.
+bool keeps_order(const mx::Transpose& transpose, const mx::Shape& from) {
+  int last = -1;
+  for (const int axis : transpose.state()) {
+    if (from[axis] != 1) {
+      if (axis < last) {
+        return false;
+      }
+      last = axis;
+    }
+  }
+  return true;
+}
+
+// Whether a primitive gives its input `from` another shape and keeps the order of the elements. MLX
+// exports no class of these, so that names tell them apart.
+bool is_reshape(const mx::Primitive& primitive, const mx::Shape& from) {
+  const std::string_view name = primitive.name();
+  if (name == "Transpose") {
+    return keeps_order(static_cast<const mx::Transpose&>(primitive), from);
+  }
+  return name == "Reshape" || name == "Flatten" || name == "Unflatten" || name == "Squeeze" ||
+         name == "ExpandDims";
+}
+
 }  // namespace
 
 Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere) {
@@ -77,7 +106,7 @@ Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere)
     if (is_constant(array)) {
       continue;
     }
-    Node node{array.primitive_ptr(), {}, {}};
+    Node node{array.primitive_ptr(), {}, {}, num_values_};
     for (const mx::array& input : array.inputs()) {
       node.inputs.push_back(numbers.at(input.id()));
     }
@@ -89,6 +118,82 @@ Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere)
   }
   for (const mx::array& output : outputs) {
     outputs_.push_back(numbers.at(output.id()));
+  }
+  join_reshapes();
+  drop_unused();
+}
+
+// Lets a node that reshapes what another node has reshaped read the array before both. Where that
+// has the node's shape already, whoever reads the node reads the array.
+void Tape::join_reshapes() {
+  std::vector<Form> forms = inputs_;
+  for (const mx::array& constant : constants_) {
+    forms.push_back({constant.shape(), constant.dtype()});
+  }
+  std::unordered_map<size_t, size_t> before, same;
+  for (Node& node : nodes_) {
+    for (size_t& input : node.inputs) {
+      const auto found = same.find(input);
+      input = found == same.end() ? input : found->second;
+    }
+    forms.insert(forms.end(), node.outputs.begin(), node.outputs.end());
+    if (node.inputs.size() != 1 || !is_reshape(*node.primitive, forms[node.inputs[0]].shape)) {
+      continue;
+    }
+    const size_t input = node.inputs[0], output = node.first_output;
+    const auto found = before.find(input);
+    const size_t source = found == before.end() ? input : found->second;
+    before.emplace(output, source);
+    if (forms[source].shape == forms[output].shape) {
+      same.emplace(output, source);
+    } else if (source != input) {
+      const mx::array given(forms[source].shape, forms[source].dtype, nullptr, Arrays{});
+      const mx::array joined = mx::reshape(given, forms[output].shape, node.primitive->stream());
+      node.primitive = joined.primitive_ptr();
+      node.inputs = {source};
+    }
+  }
+  for (size_t& output : outputs_) {
+    const auto found = same.find(output);
+    output = found == same.end() ? output : found->second;
+  }
+}
+
+// Leaves out nodes of which nothing is read.
+void Tape::drop_unused() {
+  std::vector<bool> is_read(num_values_, false);
+  for (const size_t output : outputs_) {
+    is_read[output] = true;
+  }
+  std::vector<Node> kept;
+  for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
+    const auto first = is_read.begin() + static_cast<std::ptrdiff_t>(node->first_output);
+    const auto last = first + static_cast<std::ptrdiff_t>(node->outputs.size());
+    if (std::find(first, last, true) == last) {
+      continue;
+    }
+    for (const size_t input : node->inputs) {
+      is_read[input] = true;
+    }
+    kept.push_back(std::move(*node));
+  }
+  std::unordered_map<size_t, size_t> numbers;
+  num_values_ = inputs_.size() + constants_.size();
+  for (size_t value = 0; value < num_values_; ++value) {
+    numbers.emplace(value, value);
+  }
+  nodes_.assign(std::make_move_iterator(kept.rbegin()), std::make_move_iterator(kept.rend()));
+  for (Node& node : nodes_) {
+    for (size_t& input : node.inputs) {
+      input = numbers.at(input);
+    }
+    for (size_t i = 0; i < node.outputs.size(); ++i) {
+      numbers.emplace(node.first_output + i, num_values_++);
+    }
+    node.first_output = num_values_ - node.outputs.size();
+  }
+  for (size_t& output : outputs_) {
+    output = numbers.at(output);
   }
 }
 

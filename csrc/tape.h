@@ -11,7 +11,8 @@
 namespace mlx_paged {
 
 // The nodes between some arrays and what was computed of them, in an order in which each node comes
-// after its inputs. It holds the primitives of the nodes, which belong to their streams, and the
+// after its inputs. Nodes that only give an array another shape, one after another, are one node.
+// A tape holds the primitives of the nodes, which belong to their streams, and the
 // arrays that depend on no input. It holds no input and no array between.
 class Tape {
  public:
@@ -34,7 +35,11 @@ class Tape {
     std::shared_ptr<mx::Primitive> primitive;
     std::vector<size_t> inputs;
     std::vector<Form> outputs;
+    size_t first_output;
   };
+
+  void join_reshapes();
+  void drop_unused();
 
   std::vector<Form> inputs_;
   Arrays constants_;

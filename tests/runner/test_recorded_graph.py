@@ -122,3 +122,35 @@ def test_trees_keep_what_is_not_an_array():
     for wrong, text in ((arrays[:1], "more arrays"), ([*arrays, arrays[0]], "fewer arrays")):
         with pytest.raises(ValueError, match=text):
             ops.with_arrays(tree, wrong)
+
+
+def heads(x):
+    """``[B, L, 6]`` to ``[B, 2, L, 3]``, and back after a function."""
+    split = x.reshape(*x.shape[:2], 2, 3).transpose(0, 2, 1, 3)
+    back = mx.tanh(split).transpose(0, 2, 1, 3).reshape(x.shape)
+    return split, back, x.flatten(0, 1).reshape(x.shape), x[None].squeeze(0) + 1
+
+
+def heads_in_numpy(x):
+    split = x.reshape(*x.shape[:2], 2, 3).transpose(0, 2, 1, 3)
+    back = np.tanh(split).transpose(0, 2, 1, 3).reshape(x.shape)
+    return split, back, x, x + 1
+
+
+@pytest.mark.parametrize("length, num_nodes", [(1, 4), (2, 6)])
+def test_reshapes_in_a_row_are_one_node(length, num_nodes):
+    """A transpose is one of these only if it moves axes of length 1."""
+    graph = RecordedGraph(mx.compile(heads), (mx.zeros((3, length, 6)),))
+    assert graph._tape.num_nodes == num_nodes
+    x = numbers(5, 3, length, 6)
+    for one, two in zip(graph([mx.array(x)]), heads_in_numpy(x), strict=True):
+        np.testing.assert_allclose(np.array(one), two, rtol=1e-5, atol=1e-6)
+
+
+def test_reshapes_of_a_transposed_array_copy_it_in_order():
+    def turned(x):
+        return x.T.reshape(2, 3, 2).flatten()
+
+    x = numbers(6, 3, 4)
+    (found,) = [RecordedGraph(mx.compile(turned), (mx.zeros((3, 4)),))([mx.array(x)])]
+    assert np.array(found).tobytes() == x.T.flatten().tobytes()
