@@ -118,7 +118,7 @@ class CompiledDecode:
     The graphs belong to a stream, as all computations of MLX do, so that another thread's stream
     traces them again.
 
-    A graph has the nodes of the plain forward, and so its bits. Nothing is fused that the model
+    A graph has the bits of the plain forward. Nothing is fused that the model
     does not compile itself, and what it compiles stays as it is.
 
     Args:
