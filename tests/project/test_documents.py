@@ -52,6 +52,7 @@ FLAGS_OF_OTHERS = {
     "--no-binary",  # pip
     "--no-install-recommends",  # apt-get
     "--install",  # xcode-select
+    "--now",  # systemctl
     "--version",  # python
     "--python",  # uv
     "--no-build-isolation",  # pip
