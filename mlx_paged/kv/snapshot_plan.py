@@ -1,7 +1,15 @@
 """At which positions a sequence leaves snapshots of its recurrent states. Knows no mlx."""
 
-from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from collections.abc import Iterable
+
+from mlx_paged.kv.snapshots import PARTS, Snapshot, Snapshots
 from mlx_paged.kv.state_kind import Text
+
+SMALLEST_GAP = 48
+"""Tokens between two snapshots on the way at least: shorter pieces of a chunk take longer."""
+
+PLENTY = 128
+"""With fewer snapshots than this, those on the way are further apart."""
 
 
 def chunk_stop(start: int, stop: int, num_tokens: int, block_size: int) -> int:
@@ -27,7 +35,7 @@ def snapshots_on_the_way(
     - Its turn ends, or the end of the last full block of a prompt without any: the next turn of a
       chat shares it, even if the client changed the answer.
     - The end of a known prefix that has no state: two prompts diverge there.
-    - The ends of a long prompt's chunks, if there is room, or a snapshot of less value.
+    - :func:`way_points`, if there is room, or snapshots of less value.
 
     All are at the ends of blocks: the disk keeps these, and other texts with the same blocks find
     them. Decodes take no snapshots: they would copy the states once per block.
@@ -37,14 +45,46 @@ def snapshots_on_the_way(
     candidates = [without_state, *text.turn_ends]
     if not text.turn_ends or text.num_tokens > text.num_prompt:
         candidates.append(text.num_tokens - 1)
-    ends = {position // block_size * block_size for position in candidates}
-    wanted = sorted(end for end in ends if start < end <= stop)
+    ends = sorted({position // block_size * block_size for position in candidates})
+    last = 0 if before is None else before.position
+    parts = PARTS * min(1, kept.max_snapshots / PLENTY)
+    spare = way_points(start, stop, last, [*ends, text.num_tokens], block_size, parts)
+    wanted = [end for end in ends if start < end <= stop]
     snapshots = list[Snapshot]()
-    for position in wanted:
-        before = Snapshot(position, before=before)
-        snapshots.append(before)
-    if stop < text.num_tokens and stop % block_size == 0 and stop not in wanted:
-        spare = Snapshot(stop, is_spare=True, before=before)
-        if kept.has_room(spare):
-            snapshots.append(spare)
+    for position in sorted({*wanted, *spare}):
+        snapshot = Snapshot(position, is_spare=position not in wanted, before=before)
+        if not snapshot.is_spare or kept.make_room(snapshot, len(snapshots)):
+            snapshots.append(snapshot)
+            before = snapshot
     return snapshots
+
+
+def way_points(
+    start: int, stop: int, last: int, ends: Iterable[int], block_size: int, parts: float
+) -> list[int]:
+    """Ends of blocks in ``(start, stop]``, so that every text which departs from this one finds a
+    state after all but one part in `parts` of what they have in common. A geometric series does
+    that: n tokens have about ``parts * log(n)`` of them.
+
+    Args:
+        last: position of the latest snapshot before `start`.
+        ends: positions with snapshots of their own, sorted.
+        stop: the end of a chunk, where a snapshot takes no time.
+    """
+    found, coming = list[int](), [end for end in ends if end > last]
+    while True:
+        gap = max(SMALLEST_GAP, int(last / max(parts - 1, 0.5)))
+        end = next((end for end in coming if end > last), stop + 2 * gap)
+        position = last + gap
+        if position < end < position + gap // 2:
+            position = (last + end) // 2  # two gaps of the same size instead of a short one
+        position = max(position, max(start, last) + block_size) // block_size * block_size
+        if position >= end:
+            position = end
+        elif position > stop >= max(last + 2 * gap // 3, start + 1) and stop % block_size == 0:
+            position = stop
+        if position > stop:
+            return found
+        if position < end:
+            found.append(position)
+        last = position

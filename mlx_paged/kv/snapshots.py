@@ -10,6 +10,10 @@ from mlx_paged.arguments import integer
 SPARE = 8
 """A spare snapshot counts an eighth of the tokens that it saves, until it is used."""
 
+PARTS = 20
+"""A prompt that departs from a known text computes at most a part in `PARTS` of what they have in
+common again, where there is room for the snapshots that this takes."""
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Snapshot:
@@ -17,7 +21,7 @@ class Snapshot:
     later texts may begin with."""
 
     position: int
-    is_spare: bool = False  # taken on the way: nothing says that a text goes on from here
+    is_spare: bool = False  # on the way: nothing says that another text goes on from here
     state: int = 0  # id of the state
     before: Snapshot | None = None  # an earlier snapshot of the same text
     key: tuple[int, int] | None = None  # among the kept ones; None: it is not kept
@@ -30,8 +34,9 @@ class Snapshot:
         between the snapshot `before` and this one. The product of a spare snapshot is divided by
         `SPARE`. All snapshots of a model take the same memory."""
         saved = self.position - (0 if self.before is None else self.before.position)
-        saved *= 1 + self.uses
-        return self.floor + (saved // SPARE if self.is_spare else saved)
+        if self.is_spare:
+            return self.floor + min(saved // SPARE, SPARE * PARTS * saved // self.position)
+        return self.floor + saved * (1 + self.uses)
 
 
 class Snapshots:
@@ -60,13 +65,21 @@ class Snapshots:
     def __contains__(self, block: int) -> bool:
         return block in self._runs
 
-    def has_room(self, snapshot: Snapshot) -> bool:
-        """Whether `snapshot` would be kept: there are fewer than `max_snapshots`, or the value of
-        `snapshot` is at least the least value of a kept one, plus 1 if `snapshot` is spare."""
+    def make_room(self, snapshot: Snapshot, num_planned: int = 0) -> bool:
+        """Drop snapshots until there is room for `snapshot` beside `num_planned` others that will
+        be added before it. Returns False if its value is less than that of one that would have to
+        go, or the same if `snapshot` is spare."""
         snapshot.floor = self._floor
-        if len(self) < self.max_snapshots:
-            return True
-        return snapshot.value >= self._by_key[self._least].value + snapshot.is_spare
+        while self._by_key and len(self) + num_planned >= self.max_snapshots:
+            least = self._least
+            value = self._by_key[least].value
+            if snapshot.value < value + snapshot.is_spare:
+                return False
+            self._floor = max(self._floor, value)
+            if snapshot.before is self._by_key[least]:
+                snapshot.before = snapshot.before.before
+            self._discard(least)
+        return num_planned < self.max_snapshots
 
     def add(self, block: int, run: int, snapshot: Snapshot) -> bool:
         """Keep a snapshot after the first `run` tokens of `block`. Returns whether it is kept. The
@@ -74,18 +87,14 @@ class Snapshots:
         key = (block, run)
         known = self._by_key.get(key)
         if known is not None:
-            self.use(known)
+            self._count_use(known)
             return False
         while snapshot.before is not None and snapshot.before.key is None:
             snapshot.before = snapshot.before.before
-        if not self.has_room(snapshot):
+        if not self.make_room(snapshot):
             self._floor = max(self._floor, snapshot.value)
             return False
         self._keep(key, snapshot)
-        while len(self) > self.max_snapshots:
-            least = self._least
-            self._floor = self._by_key[least].value
-            self._discard(least)
         return True
 
     def runs(self, block: int, most: int) -> list[int]:
@@ -101,11 +110,14 @@ class Snapshots:
         return self._by_key[block, run]
 
     def use(self, snapshot: Snapshot) -> None:
-        """A sequence goes on from a kept snapshot, which becomes the most recently used."""
-        assert snapshot.key is not None, "the snapshot was dropped"
-        self._by_key[snapshot.key] = self._by_key.pop(snapshot.key)
-        snapshot.is_spare, snapshot.floor = False, self._floor
-        snapshot.uses += 1
+        """A sequence goes on from a kept snapshot, which becomes the most recently used. Earlier
+        ones of its text are as recent, but spare from here on unless several texts used them."""
+        before = snapshot.before
+        while before is not None:
+            before.floor = self._floor
+            before.is_spare = before.is_spare or before.uses <= 1
+            before = before.before
+        self._count_use(snapshot)
 
     def move(self, source: int, target: int) -> None:
         """Move the snapshots of `source` to `target`, which begins with the same tokens."""
@@ -150,6 +162,12 @@ class Snapshots:
     def _least(self) -> tuple[int, int]:
         """The key of the snapshot of the least value; of several, the one unused longest."""
         return min(self._by_key, key=lambda key: self._by_key[key].value)
+
+    def _count_use(self, snapshot: Snapshot) -> None:
+        assert snapshot.key is not None, "the snapshot was dropped"
+        self._by_key[snapshot.key] = self._by_key.pop(snapshot.key)
+        snapshot.is_spare, snapshot.floor = False, self._floor
+        snapshot.uses += 1
 
     def _keep(self, key: tuple[int, int], snapshot: Snapshot) -> None:
         self._by_key[key], snapshot.key = snapshot, key

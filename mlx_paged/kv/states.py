@@ -238,7 +238,7 @@ class StateIds:
         if not states.planned and not states.offered:
             return
         before, states.offered, states.planned = states.offered, states.planned, []
-        for snapshot in [*states.offered, *before]:
+        for snapshot in [*states.offered, *(each for each in before if not each.is_spare)]:
             if keep(snapshot):
                 self.hold(snapshot.state)
         self._drop(before)

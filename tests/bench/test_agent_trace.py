@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import agent_trace
-from bench.agent_trace import SHORTENED, encoded, make_trace
+from bench.agent_prompts import SHORTENED, encoded, make_trace
 
 
 def test_the_trace_has_what_agents_do():
@@ -43,3 +43,15 @@ def test_few_snapshots_are_those_that_count(capsys):
     agent_trace.main(["--size=tiny", "--rounds=1", "--snapshots=12"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["snapshots"] == 12 and result["reuse_ratio"] >= 0.95
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("model", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_prompt_that_changes_reuses_what_comes_before(model, capsys, monkeypatch):
+    monkeypatch.setattr(agent_trace, "make_trace", lambda: make_trace()[:2])
+    agent_trace.main(["--changes", "50", f"--model={model}", "--size=tiny"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["change"] for row in result["changes"]] == ["50 %"] * 2 + ["thoughts"] * 2
+    assert result["least"] >= 0.95
+    firsts = result["changes"][::2]
+    assert all(row["reused"] <= row["known"] < row["tokens"] for row in firsts)

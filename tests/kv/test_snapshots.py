@@ -1,5 +1,8 @@
 """Snapshots of recurrent states: where they are kept, how many, and what they are found for."""
 
+import math
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -360,19 +363,20 @@ class TestWhereTheyAreTaken:
             (16, [(16, [8])]),
             (17, [(17, [16])]),
             (20, [(20, [16])]),
-            (50, [(24, [24]), (50, [48])]),
+            (50, [(24, []), (50, [48])]),
+            (70, [(24, []), (48, [32]), (70, [64])]),
         ],
     )
     def test_after_the_last_whole_block_and_at_the_ends_of_chunks(self, num_prompt, expected):
         spans = self.spans(num_prompt, prefill_chunk=27)
         assert self.taken(spans) == expected
         spare = [s.position for _, snapshots in spans for s in snapshots if s.is_spare]
-        assert spare == ([24] if num_prompt == 50 else [])
+        assert spare == ([32] if num_prompt == 70 else [])
 
     def test_at_the_ends_of_turns_instead_of_the_last_block(self):
-        spans = self.spans(50, prefill_chunk=27, turn_ends=(19, 45, 47))
-        assert self.taken(spans) == [(24, [16, 24]), (50, [40])]
-        (first, spare), (last,) = (snapshots for _, snapshots in spans)
+        spans = self.spans(100, prefill_chunk=67, turn_ends=(19, 95, 97))
+        assert self.taken(spans) == [(64, [16, 64]), (100, [88, 96])]
+        (first, spare), (last, _) = (snapshots for _, snapshots in spans)
         assert spare.before is first and last.before is spare and spare.is_spare
         assert first.before is None and not first.is_spare
 
@@ -416,3 +420,81 @@ class TestWhereTheyAreTaken:
         ]
         (whole,) = Span.of(request, 3, 24, False, Move(State(5, 3), leaves[1:2])).pieces()
         assert (whole.start, whole.stop, whole.leaves) == (3, 24, leaves[1:2])
+
+
+class TestOnTheWay:
+    @staticmethod
+    def positions(num_tokens: int, chunk: int, block: int, most: int, turn_end: int) -> list[int]:
+        """Of all snapshots that a prompt leaves which is computed in chunks."""
+        allocator = BlockAllocator(num_tokens, block, states=StateIds(most))
+        scheduler = Scheduler(allocator, 4, chunk)
+        request = Request(0, list(range(num_tokens)), SamplingParams(max_tokens=9), seed=0)
+        request.turn_ends = (turn_end,)
+        scheduler.add(request)
+        found = list[int]()
+        while request.num_computed < num_tokens:
+            (span,) = scheduler.schedule().spans
+            planned = allocator._sequence(0).states.planned
+            found += [each.position for each in planned if each.position > span.start]
+        return found
+
+    @pytest.mark.parametrize(("chunk", "block"), [(512, 16), (2048, 16), (300, 16), (512, 8)])
+    def test_any_beginning_of_a_prompt_has_a_state_near_its_end(self, chunk, block):
+        """Of at least 960 tokens: the state is after 95 % of it, but for one block."""
+        states = self.positions(9000, chunk, block, 128, turn_end=7900)
+        for length in range(960, 9000):
+            latest = max(each for each in states if each <= length)
+            assert latest >= 0.95 * length - block
+        gaps = [b - a for a, b in pairwise(s for s in states if s % chunk)]
+        assert len(states) < 20 * math.log(9000 / 960) + 20 + 9000 / chunk and min(gaps) >= 24
+
+    def test_few_snapshots_are_further_apart(self):
+        counts = [len(self.positions(9000, 512, 16, most, turn_end=7900)) for most in (64, 16, 4)]
+        assert counts[0] < 45 and counts[1] < 20 and counts[2] < 10
+
+    def test_they_leave_before_what_turns_end_with(self):
+        snapshots, before = Snapshots(4), None
+        for block, (position, is_spare) in enumerate([(48, 1), (96, 1), (400, 0), (448, 1)]):
+            before = Snapshot(position, bool(is_spare), before=before)
+            assert snapshots.add(block, BLOCK, before)
+        assert snapshots.add(4, BLOCK, Snapshot(500, before=before))
+        assert 2 in snapshots and 4 in snapshots
+
+    def test_room_is_made_for_all_that_a_chunk_leaves(self):
+        snapshots, before = Snapshots(4), None
+        for block in range(4):
+            assert snapshots.add(block, BLOCK, Snapshot(80, is_spare=True))
+        planned = list[Snapshot]()
+        for position in (400, 800, 1200):
+            before = Snapshot(position, is_spare=True, before=before)
+            assert snapshots.make_room(before, len(planned))
+            planned.append(before)
+            assert len(snapshots) + len(planned) == 4
+        assert not snapshots.make_room(Snapshot(1201, is_spare=True, before=before), 3)
+
+    def test_a_text_that_is_in_use_keeps_all_that_it_has(self):
+        """Its first snapshots do not age while later ones are used."""
+        snapshots = Snapshots(3)
+        first = Snapshot(160, is_spare=True)
+        second = Snapshot(400, before=first)
+        snapshots.add(0, BLOCK, first)
+        snapshots.add(1, BLOCK, second)
+        for block in range(2, 40):
+            snapshots.add(block, BLOCK, Snapshot(150, is_spare=True))
+            snapshots.use(second)
+        assert 0 in snapshots and 1 in snapshots
+
+    def test_where_its_text_has_gone_on_it_counts_less(self):
+        """Unless several texts have gone on from there."""
+        snapshots = Snapshots(3)
+        first = Snapshot(100)
+        second = Snapshot(200, before=first)
+        snapshots.add(0, BLOCK, first)
+        snapshots.use(first)
+        snapshots.add(1, BLOCK, second)
+        assert not first.is_spare
+        snapshots.use(second)
+        assert first.is_spare and first.value < 100
+        snapshots.use(first)
+        snapshots.use(second)
+        assert not first.is_spare and first.value == 300
