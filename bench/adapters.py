@@ -1,15 +1,16 @@
 """How fast rows decode with one adapter, and with one adapter each, beside rows without one.
 
-One engine with as many adapters as rows serves three courses in turns: "none", "one" and "each".
-The adapters have random numbers and change all linear layers. Steps are timed from the one in which
-all rows decode.
+Three engines on one model: the rows of "none" have no adapter, those of "one" the same, those of
+"each" another one each. The adapters have random numbers and change all linear layers. The engines
+take turns step by step, so that other load on the machine meets all three; a ratio is the median of
+the turns. Processor time is that of all threads, those that wait for work included.
 
     python -m bench.adapters --model smollm2-bfloat16
 """
 
+import argparse
 import time
 from collections.abc import Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,12 +21,13 @@ from bench.command import print_result, table
 from bench.flags.adapters import parse
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
-from bench.pairs import in_turns, ratio
 from mlx_paged import Engine
 from mlx_paged.adapters.places import places_of
 
 SIZE = 0.02
 """Of the numbers of a factor."""
+WARM_UP = 6
+"""Steps that are not timed."""
 
 
 def random_factors(model: nn.Module, rank: int, seed: int) -> dict[str, mx.array]:
@@ -39,46 +41,56 @@ def random_factors(model: nn.Module, rank: int, seed: int) -> dict[str, mx.array
     return arrays
 
 
-def decode(
-    engine: Engine, prompts: Sequence[list[int]], adapters: Sequence[str | None], max_tokens: int
-) -> float:
-    """Tokens a second of steps in which all requests decode."""
+def decoding(model: nn.Module, adapters: Sequence[str | None], args: argparse.Namespace) -> Engine:
+    """An engine all of whose rows decode, one with each of these adapters."""
+    engine = Engine(model, adapters={}, max_running=args.rows)
+    names = sorted({name for name in adapters if name is not None})
+    for seed, name in enumerate(names):
+        engine.update_adapter(name, random_factors(model, args.rank, seed), scale=1.0)
+    max_tokens = args.rows + 2 * WARM_UP + args.steps + 1
+    prompts = random_prompts(args.rows, args.prompt_tokens, args.model)
     for prompt, adapter in zip(prompts, adapters, strict=True):
         engine.add_request(prompt, max_tokens=max_tokens, adapter=adapter, ignore_eos=True)
-    waiting, started, count = len(prompts), 0.0, 0
-    while engine.has_work:
-        outputs = engine.step()
-        if waiting > 0:
-            waiting -= len(outputs)
-            started = time.perf_counter()
-        else:
-            count += len(outputs)
-    return count / (time.perf_counter() - started)
+    waiting = args.rows
+    while waiting > 0:
+        waiting -= len(engine.step())
+    for _ in range(WARM_UP):
+        engine.step()
+    return engine
+
+
+def seconds_of(engine: Engine) -> tuple[float, float]:
+    """The wall time and the processor time of a step."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    engine.step()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
     model = named_model(args.model)
-    engine = Engine(model, adapters={}, max_running=args.rows)
-    names = [f"a{i}" for i in range(args.rows)]
-    for seed, name in enumerate(names):
-        engine.update_adapter(name, random_factors(model, args.rank, seed), scale=1.0)
-    prompts = random_prompts(args.rows, args.prompt_tokens, args.model)
-    adapters = {"none": [None] * args.rows, "one": names[:1] * args.rows, "each": names}
-    courses = {
-        course: partial(decode, engine, prompts, own, args.max_tokens)
-        for course, own in adapters.items()
-    }
-    rates = in_turns(courses, args.rounds, warm_up=1)
-    print(f"{args.rows} rows, rank {args.rank}, rounds: {args.rounds}; {machine_text(machine)}.")
+    each = [f"a{i}" for i in range(args.rows)]
+    courses = {"none": [None] * args.rows, "one": each[:1] * args.rows, "each": each}
+    engines = {course: decoding(model, names, args) for course, names in courses.items()}
+    found = dict[str, list[tuple[float, float]]]({course: [] for course in courses})
+    order = list(courses)
+    for _ in range(args.steps):
+        order = order[1:] + order[:1]
+        for course in order:
+            found[course].append(seconds_of(engines[course]))
+    print(f"{args.rows} rows, rank {args.rank}, steps: {args.steps}; {machine_text(machine)}.")
     result: dict[str, Any] = {**vars(args), **machine, "courses": {}}
-    rows = [["adapters", "tokens/s", "of none", "lowest", "highest"]]
-    for course, found in rates.items():
-        of_none = [round(value, 3) for value in ratio(found, rates["none"])]
-        rate = round(median(found), 1)
-        result["courses"][course] = {"tokens_s": rate, "of_none": of_none}
-        rows.append([course, f"{rate:.1f}", *(f"{value:.2f}" for value in of_none)])
+    rows = [["adapters", "tokens/s", "of none", "processor ms", "of none"]]
+    for course, times in found.items():
+        wall, cpu = (median(column) for column in zip(*times, strict=True))
+        pairs = list(zip(found["none"], times, strict=True))
+        of_none = [round(median(one[i] / own[i] for one, own in pairs), 3) for i in (0, 1)]
+        rate = round(args.rows / wall, 1)
+        own = {"tokens_s": rate, "of_none": of_none[0], "processor_of_none": of_none[1]}
+        result["courses"][course] = own
+        ms = f"{1e3 * cpu:.1f}"
+        rows.append([course, f"{rate:.1f}", f"{of_none[0]:.2f}", ms, f"{of_none[1]:.2f}"])
     print(table(rows))
     print_result("adapters", result)
 

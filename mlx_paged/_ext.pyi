@@ -130,6 +130,7 @@ class layers:
     linear: Callable[..., mx.array]
     quantized_linear: Callable[..., mx.array]
     switch_linear: Callable[..., mx.array]
+    low_rank: Callable[..., mx.array]
     is_dense: Callable[[mx.array], bool]
 
 class metal:

@@ -46,6 +46,12 @@ constexpr const char* kLinearDoc =
     R"(``x [..., D] @ weight.T + bias``, rounded once; weight ``[O, D]``, bias ``[O]`` or None, all of
 x's dtype. Sums are float32. A row's result does not depend on the other rows.)";
 
+constexpr const char* kLowRankDoc =
+    R"(``y [..., O]`` with the terms ``(x @ a[i].T) @ b[i]`` in the rows whose index i is from 0 to S - 1;
+other rows as they are. `a` is ``[S, r, D]``, `b` ``[S, r, O]``, r at most 512, `indices` one int32 for
+each row of y. ``x [..., D]`` has as many rows, or one for each n rows of y. All but the indices have
+one dtype. Sums are float32; ``x @ a[i].T`` and the result are rounded.)";
+
 constexpr const char* kIsDenseDoc =
     R"(Whether the elements of an evaluated array lie one after the other. True of others.)";
 
@@ -100,6 +106,8 @@ void bind_layers(nb::module_& module) {
   m.def("switch_linear", &switch_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a = nb::none(),
         "offsets"_a = nb::none(), "bias"_a = nb::none(), nb::kw_only(), "group_size"_a = 0,
         "bits"_a = 0, "stream"_a = nb::none(), kSwitchLinearDoc);
+  m.def("low_rank", &low_rank, "y"_a, "x"_a, "a"_a, "b"_a, "indices"_a, nb::kw_only(),
+        "stream"_a = nb::none(), kLowRankDoc);
   m.def("is_dense", &is_dense, "array"_a, kIsDenseDoc);
   m.def("likeliest", &likeliest, "x"_a, "allowed"_a = nb::none(), nb::kw_only(),
         "stream"_a = nb::none(), kLikeliestDoc);

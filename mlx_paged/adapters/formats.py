@@ -101,7 +101,9 @@ def _checked(place: Place, pair: Mapping[str, mx.array], scale_of: ScaleOf, is_p
     if a.ndim != b.ndim or a.ndim != len(place.shapes(1)[0]):
         raise ValueError(_shapes_of(place, a, b))
     if not is_peft and place.experts is None:
-        a, b = a.swapaxes(-1, -2), b.swapaxes(-1, -2)
+        a = a.swapaxes(-1, -2)
+    else:
+        b = b.swapaxes(-1, -2)
     rank = a.shape[-2]
     if (a.shape, b.shape) != place.shapes(rank) or not 1 <= rank <= MOST_COLUMNS:
         raise ValueError(_shapes_of(place, pair["a"], pair["b"]))

@@ -19,8 +19,8 @@ ROUTERS = SwitchGLU, SwitchMLP
 """Modules that give each row to its experts."""
 
 Pair = tuple[mx.array, mx.array]
-"""The two factors of a layer's term: ``[r, I]`` and ``[O, r]``, with experts ``[E, r, I]`` and
-``[E, O, r]``. The scale is a part of the second one."""
+"""The two factors of a layer's term: ``[r, I]`` and ``[r, O]``, with experts ``[E, r, I]`` and
+``[E, r, O]``. The scale is a part of the second one."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Place:
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of the two factors."""
         lead = () if self.experts is None else (self.experts,)
-        return (*lead, rank, self.inputs), (*lead, self.outputs, rank)
+        return (*lead, rank, self.inputs), (*lead, rank, self.outputs)
 
     def num_bytes(self, rank: int) -> int:
         """Bytes of both factors."""

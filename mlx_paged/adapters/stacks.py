@@ -81,9 +81,8 @@ class RankStacks:
         for path, (a, b) in self.pairs.items():
             if path in factors:
                 own_a, own_b = factors[path]
-                missing = self.rank - own_b.shape[-1]
-                a[slot] = mx.pad(own_a, [(0, 0)] * (own_a.ndim - 2) + [(0, missing), (0, 0)])
-                b[slot] = mx.pad(own_b, [(0, 0)] * (own_b.ndim - 1) + [(0, missing)])
+                missing = [(0, 0)] * (own_a.ndim - 2) + [(0, self.rank - own_a.shape[-2]), (0, 0)]
+                a[slot], b[slot] = mx.pad(own_a, missing), mx.pad(own_b, missing)
             else:
                 a[slot] = b[slot] = mx.array(0, a.dtype)
         mx.eval(list(self.pairs.values()))

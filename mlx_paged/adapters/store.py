@@ -127,7 +127,7 @@ class AdapterStore:
         return self._add(name, factors, None, float(scale))
 
     def _add(self, name: str, factors: Factors, folder: Path | None, scale: float) -> Adapter:
-        rank = max(b.shape[-1] for _, b in factors.values())
+        rank = max(a.shape[-2] for a, _ in factors.values())
         size_class = max(SMALLEST_CLASS, 1 << (rank - 1).bit_length())
         places = self.layers.places
         num_bytes = sum(places[path].num_bytes(size_class) for path in factors)

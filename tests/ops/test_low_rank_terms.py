@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged import _ext
 from mlx_paged.ops.low_rank_terms import add_expert_terms, add_low_rank_terms
 
 SLOTS, RANK, INPUTS, OUTPUTS, EXPERTS = 3, 8, 40, 24, 4
@@ -31,8 +32,8 @@ def assert_terms(got, y, x, a, b, chosen, dtype):
             np.testing.assert_array_equal(found, own)
             continue
         first, second = float64(a[index]), float64(b[index])
-        want = own + second @ (first @ row)
-        sizes = np.abs(own) + np.abs(second) @ (np.abs(first) @ np.abs(row))
+        want = own + (first @ row) @ second
+        sizes = np.abs(own) + (np.abs(first) @ np.abs(row)) @ np.abs(second)
         assert np.all(np.abs(found - want) <= ERROR[dtype] * sizes)
 
 
@@ -41,7 +42,7 @@ def test_terms_of_rows_are_those_of_float64(dtype):
     mx.random.seed(1)
     y, x = random(2, 3, OUTPUTS, dtype=dtype), random(2, 3, INPUTS, dtype=dtype)
     a = random(SLOTS, RANK, INPUTS, dtype=dtype)
-    b = random(SLOTS, OUTPUTS, RANK, dtype=dtype)
+    b = random(SLOTS, RANK, OUTPUTS, dtype=dtype)
     slots = [2, -1, 0, 2, 1, -1]
     got = add_low_rank_terms(y, x, a, b, mx.array(slots, mx.int32))
     assert_terms(got, y, x, a, b, [None if s < 0 else s for s in slots], dtype)
@@ -52,7 +53,7 @@ def test_terms_of_experts_are_those_of_float64(dtype):
     mx.random.seed(2)
     y, x = random(3, 2, 1, OUTPUTS, dtype=dtype), random(3, 2, 1, INPUTS, dtype=dtype)
     a = random(SLOTS, EXPERTS, RANK, INPUTS, dtype=dtype)
-    b = random(SLOTS, EXPERTS, OUTPUTS, RANK, dtype=dtype)
+    b = random(SLOTS, EXPERTS, RANK, OUTPUTS, dtype=dtype)
     slots, experts = [[2, 2], [-1, -1], [0, 0]], [[3, 0], [1, 2], [2, 3]]
     got = add_expert_terms(
         y, x, a, b, mx.array(slots, mx.int32), mx.array(experts).astype(mx.uint32)
@@ -61,14 +62,90 @@ def test_terms_of_experts_are_those_of_float64(dtype):
     assert_terms(got, y, x, a, b, [None if s < 0 else (s, e) for s, e in pairs], dtype)
 
 
+needs_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the op runs on CPUs only")
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("rank", [1, 16, 37])
+def test_terms_of_any_layout_are_those_of_float64(dtype, rank):
+    """Widths that fill no register, several rows of y for one of x, strides, many rows."""
+    mx.random.seed(rank)
+    width, depth, count = 83, 133, 70
+    y = random(width, count, dtype=dtype).T.reshape(35, 2, width)
+    x = random(35, 2 * depth, dtype=dtype)[:, ::2]
+    a = random(SLOTS, rank, depth, dtype=dtype)
+    b = random(SLOTS, width, rank, dtype=dtype).swapaxes(1, 2)
+    indices = mx.random.randint(-1, SLOTS + 1, (count,)).astype(mx.int32)  # SLOTS: no factors
+    chosen = [i if 0 <= i < SLOTS else None for i in indices.tolist()]
+    got = _ext.layers.low_rank(y, x, a, b, indices)
+    assert_terms(got, y, mx.repeat(x, 2, axis=0), a, b, chosen, dtype)
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+def test_a_row_has_the_same_bits_among_any_rows(dtype):
+    mx.random.seed(3)
+    y, x = random(40, OUTPUTS, dtype=dtype), random(40, 600, dtype=dtype)
+    a, b = random(2, 16, 600, dtype=dtype), random(2, 16, OUTPUTS, dtype=dtype)
+    slots = mx.array(np.arange(40) % 3 - 1, mx.int32)
+    together = _ext.layers.low_rank(y, x, a, b, slots)
+    for r in range(40):
+        own = slice(r, r + 1)
+        alone = _ext.layers.low_rank(y[own], x[own], a, b, slots[own])
+        assert float64(alone).tolist() == float64(together[own]).tolist(), r
+
+
+@needs_cpu
+def test_terms_are_added_where_the_output_is_unless_others_read_it():
+    x, a, b = random(2, INPUTS), random(1, RANK, INPUTS), random(1, RANK, OUTPUTS)
+    slots, kept = mx.array([0, -1], mx.int32), random(2, OUTPUTS)
+    mx.eval(x, a, b, slots, kept)
+    before = float64(kept)
+    got = _ext.layers.low_rank(kept, x, a, b, slots)
+    other = _ext.layers.low_rank(kept * 1, x, a, b, slots)
+    mx.eval(got, other)
+    np.testing.assert_array_equal(float64(kept), before)
+    np.testing.assert_array_equal(float64(got), float64(other))
+
+
+@needs_cpu
+@pytest.mark.parametrize(
+    "wrong", [{"x": (2, 3)}, {"a": (1, 9, 4)}, {"b": (2, 2, 3)}, {"i": (3,)}, {"a": (1, 0, 4)}]
+)
+def test_shapes_that_do_not_fit_are_refused(wrong):
+    shapes = {"y": (2, 3), "x": (2, 4), "a": (1, 2, 4), "b": (1, 2, 3), "i": (2,)} | wrong
+    *arrays, indices = (mx.zeros(shape) for shape in shapes.values())
+    with pytest.raises(ValueError, match="expected"):
+        _ext.layers.low_rank(*arrays, indices.astype(mx.int32))
+
+
+@needs_cpu
+def test_terms_have_derivatives():
+    mx.random.seed(4)
+    y, x, a, b = random(2, 3), random(2, 4), random(1, 2, 4), random(1, 2, 3)
+    slots = mx.array([0, -1], mx.int32)
+
+    def plain(y, x, a, b):
+        return mx.concatenate([y[:1] + x[:1] @ a[0].T @ b[0], y[1:]]).square().sum()
+
+    def ours(*arrays):
+        return _ext.layers.low_rank(*arrays, slots).square().sum()
+
+    for got, want in zip(
+        mx.grad(ours, (0, 1, 2, 3))(y, x, a, b), mx.grad(plain, (0, 1, 2, 3))(y, x, a, b),
+        strict=True,
+    ):  # fmt: skip
+        np.testing.assert_allclose(float64(got), float64(want), rtol=1e-4, atol=1e-5)
+
+
+@needs_cpu
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_no_factor_is_converted(dtype):
-    if mx.default_device() != mx.cpu:
-        pytest.skip("a GPU gathers products of any type")
     y, x = random(2, OUTPUTS, dtype=dtype), random(2, INPUTS, dtype=dtype)
-    a, b = random(1, RANK, INPUTS, dtype=dtype), random(1, OUTPUTS, RANK, dtype=dtype)
+    a, b = random(1, RANK, INPUTS, dtype=dtype), random(1, RANK, OUTPUTS, dtype=dtype)
     slots = mx.array([0, -1], mx.int32)
     mx.eval(y, x, a, b, slots)
     text = io.StringIO()
     mx.export_to_dot(text, add_low_rank_terms(y, x, a, b, slots))
-    assert "AsType" not in text.getvalue() and text.getvalue().count("PagedSwitchLinear") == 2
+    assert "AsType" not in text.getvalue() and text.getvalue().count("PagedLowRank") == 1

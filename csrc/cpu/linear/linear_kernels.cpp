@@ -217,10 +217,34 @@ void multiply(const LinearArgs& args, const float* packed, int32_t rows, int32_t
   for_passes<T>(args, rows, begin, end, out, kStep, args.bits != 0, add);
 }
 
+// Adds x . w to kRows rows of y. w is `count` columns of a weight whose rows lie `width` apart.
+template <int kRows, int kColumns, typename T>
+[[gnu::noinline]] void add_block(const float* x, int32_t depth, const T* w, int32_t width,
+                                 int32_t count, T* const* y, int32_t column) {
+  Floats sum[kRows * kColumns] = {};
+  for (int32_t k = 0; k < depth; ++k) {
+#pragma GCC unroll 16
+    for (int c = 0; c < kColumns; ++c) {
+      const T* from = w + int64_t{k} * width + c * kLanes;
+      const Floats w_k = kColumns > 1 ? load(from) : load_up_to(from, count);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        sum[r * kColumns + c] += w_k * broadcast(x[r * depth + k]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows * kColumns; ++i) {
+    const int32_t at = i % kColumns * kLanes, left = kColumns > 1 ? kLanes : count;
+    T* to = y[i / kColumns] + column + at;
+    store_up_to(to, load_up_to(to, left) + sum[i], left);
+  }
+}
+
 // Calls body with a value of the arrays' type.
 template <typename Body>
-void for_type(const LinearArgs& args, Body body) {
-  switch (args.dtype) {
+void for_type(DType dtype, Body body) {
+  switch (dtype) {
     case DType::kFloat16:
       return body(Float16{});
     case DType::kBFloat16:
@@ -231,7 +255,7 @@ void for_type(const LinearArgs& args, Body body) {
 }
 
 void pack_any(const LinearArgs& args, const void* x, float* to) {
-  for_type(args, [&]<typename T>(T) {
+  for_type(args.dtype, [&]<typename T>(T) {
     const T* from = static_cast<const T*>(x);
     if (args.bits == 0) {
       return unpack(from, args.depth, reinterpret_cast<Packed<T>*>(to));
@@ -255,7 +279,7 @@ void pack_any(const LinearArgs& args, const void* x, float* to) {
 
 void multiply_any(const LinearArgs& args, const float* x, int32_t rows, int32_t begin, int32_t end,
                   void* out) {
-  for_type(args, [&]<typename T>(T) {
+  for_type(args.dtype, [&]<typename T>(T) {
     const auto in_floats = args.bits ? multiply<float, T> : multiply<Packed<T>, T>;
 #if defined(__AVX512VNNI__)
     if constexpr (sizeof(T) == 2) {
@@ -275,8 +299,30 @@ void multiply_any(const LinearArgs& args, const float* x, int32_t rows, int32_t 
   });
 }
 
+void add_products_any(DType dtype, const void* x, const void* weight, int32_t rows, int32_t depth,
+                      int32_t width, void* const* y) {
+  for_type(dtype, [&]<typename T>(T) {
+    const auto* w = static_cast<const T*>(weight);
+    for_row_blocks(rows, [&]<int kRows>(int32_t r) {
+      constexpr int kColumns = kAccumulators / kRows;
+      float x_r[kRows * kMostTerms];
+      for (int32_t i = 0; i < kRows * depth; ++i) {
+        x_r[i] = load_one(static_cast<const T*>(x) + int64_t{r} * depth + i);
+      }
+      auto* to = reinterpret_cast<T* const*>(y + r);
+      int32_t c = 0;
+      for (; c + kColumns * kLanes <= width; c += kColumns * kLanes) {
+        add_block<kRows, kColumns>(x_r, depth, w + c, width, kLanes, to, c);
+      }
+      for (; c < width; c += kLanes) {
+        add_block<kRows, 1>(x_r, depth, w + c, width, width - c, to, c);
+      }
+    });
+  });
+}
+
 }  // namespace
 
-const LinearKernels kLinearKernels = {pack_any, multiply_any};
+const LinearKernels kLinearKernels = {pack_any, multiply_any, add_products_any};
 
 }  // namespace mlx_paged::cpu::KERNEL_ISA

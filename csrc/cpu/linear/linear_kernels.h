@@ -45,7 +45,18 @@ struct LinearKernels {
   // does not depend on the other rows.
   void (*multiply)(const LinearArgs& args, const float* x, int32_t rows, int32_t begin, int32_t end,
                    void* out);
+
+  // y[r] [width] += x[r] . weight for each row r of x [rows, depth] and weight [depth, width], all
+  // of one dtype. Sums are float32 and rounded once. A row's result does not depend on the others.
+  void (*add_products)(DType dtype, const void* x, const void* weight, int32_t rows, int32_t depth,
+                       int32_t width, void* const* y);
 };
+
+// The largest depth of `add_products`.
+inline constexpr int32_t kMostTerms = 512;
+
+// The most rows that share a pass over the factors of `add_products`.
+inline constexpr int32_t kRowsOfLowRank = 32;
 
 // Columns of `out` that share a pass over x. Tasks begin at multiples of it.
 inline constexpr int32_t kColumnsOfPass = 16;

@@ -7,6 +7,7 @@
 #include "csrc/cpu/layers/layer_ops.h"
 #include "csrc/cpu/layers/layer_primitives.h"
 #include "csrc/cpu/linear/packed_rows.h"
+#include "csrc/cpu/linear/row_passes.h"
 #include "csrc/validate.h"
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
@@ -17,39 +18,6 @@ namespace {
 
 // The most rows that are packed at once. More rows read the weights of their experts again.
 constexpr int64_t kRowsOfBatch = 4 * cpu::kRowsOfPass;
-
-// Rows of one expert, at most kRowsOfPass. `first` is the place of the first one in `order`.
-struct Pass {
-  int64_t expert;
-  int64_t first;
-  int64_t rows;
-};
-
-// The rows of each expert as passes, and `order`: the rows, expert by expert. Rows whose expert
-// does not exist are in no pass.
-std::vector<Pass> passes_of(const int32_t* experts, int64_t count, int64_t num_experts,
-                            std::vector<int64_t>& order) {
-  std::vector<int64_t> ends(num_experts + 1);
-  const auto exists = [&](int64_t i) { return experts[i] >= 0 && experts[i] < num_experts; };
-  for (int64_t i = 0; i < count; ++i) {
-    ends[exists(i) ? experts[i] + 1 : 0] += exists(i);
-  }
-  std::vector<Pass> passes;
-  for (int64_t e = 0; e < num_experts; ++e) {
-    const int64_t begin = ends[e], end = begin + ends[e + 1];
-    for (int64_t first = begin; first < end; first += cpu::kRowsOfPass) {
-      passes.push_back({e, first, std::min<int64_t>(cpu::kRowsOfPass, end - first)});
-    }
-    ends[e + 1] = end;
-  }
-  order.resize(ends.back());
-  for (int64_t i = 0; i < count; ++i) {
-    if (exists(i)) {
-      order[ends[experts[i]]++] = i;
-    }
-  }
-  return passes;
-}
 
 // One layer of experts. Bytes are those of one expert.
 struct Experts {
@@ -82,7 +50,8 @@ void compute(const Experts& layer, const cpu::DenseRows& x, const int32_t* indic
   const int64_t rows_of_x = count / x.count();
   auto* out = static_cast<std::byte*>(layer.first.out);
   std::vector<int64_t> order;
-  const std::vector<Pass> passes = passes_of(indices, count, layer.count, order);
+  const std::vector<cpu::Pass> passes =
+      cpu::passes_of(indices, count, layer.count, cpu::kRowsOfPass, order);
   if (static_cast<int64_t>(order.size()) < count) {
     std::memset(out, 0xff, count * layer.row_bytes);  // NaN, for rows without an expert
   }
@@ -115,11 +84,11 @@ void compute(const Experts& layer, const cpu::DenseRows& x, const int32_t* indic
     cpu::parallel_for(
         num_passes * parts,
         [&](int64_t i) {
-          const Pass& pass = passes[begin + i / parts];
+          const cpu::Pass& pass = passes[begin + i / parts];
           const int64_t from = i % parts * columns, to = std::min(width, from + columns);
           const int64_t at = pass.first - first;
           std::byte* result = results.data() + at * layer.row_bytes;
-          kernels.multiply(layer.args_of(pass.expert), packed + at * stride, pass.rows, from, to,
+          kernels.multiply(layer.args_of(pass.weight), packed + at * stride, pass.rows, from, to,
                            result);
           for (int64_t r = 0; r < pass.rows; ++r) {
             std::memcpy(out + order[pass.first + r] * layer.row_bytes + from * itemsize,
