@@ -5,6 +5,7 @@ alike. Fixed depths show whether the planner chooses well.
 
     python -m scripts.speculation --preset copy --active 1 8 32 --engines ngram fixed2 fixed4
     python -m scripts.speculation --preset chat --model DIR/4bit --active 1 4 16
+    python -m scripts.speculation --preset chat --model DIR --draft-head HEAD --engines head both
 
 The presets of `scripts.real_jobs` need a chat model, such as `scripts.real_model` makes. Their
 answers end where the model ends them; those of "forced-edit" are the edited files.
@@ -88,6 +89,9 @@ class Contender:
             "right": round(right / drafts, 3) if drafts else None,
             "rows_per_step": round((self.tokens + drafts - right) / self.steps, 2),
             "same_outputs": same,
+            "by_depth": [
+                round(good / count, 3) for count, good in self.engine.stats.drafts_by_depth if count
+            ][:4],
         }
 
     @property
@@ -96,10 +100,15 @@ class Contender:
 
 
 def make_engine(name: str, model: nn.Module, layers: int, **options: Any) -> Engine:
-    """plain, ngram, fixedN (n-grams, always N of them), draft (the model's own first layers) or
-    useless (one random layer)."""
+    """plain, ngram, fixedN (n-grams, always N of them), draft (the model's own first layers),
+    useless (one random layer), head, or both (a head and n-grams)."""
+    head = options.pop("draft_head")
     if name == "plain":
         return Engine(model, **options)
+    if name in ("head", "both"):
+        return Engine(
+            model, draft_head=head, speculate="ngram" if name == "both" else None, **options
+        )
     if name in ("draft", "useless"):
         vocab = model.args.vocab_size
         small = first_layers(model, layers) if name == "draft" else one_random_layer(vocab)
@@ -162,6 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--engines", nargs="+", default=["ngram"], help="beside plain")
     add("--requests", type=COUNT, help="default: three for each active one, at least 6")
     add("--draft-layers", type=COUNT, default=1, help="of the engine draft")
+    add("--draft-head", help="of the engines head and both")
     add("--seed", type=int, default=0)
     add("--stall-ms", type=MILLISECONDS, help="measure stalls instead, with this bound")
     args = parser.parse_args(argv)
@@ -190,6 +200,7 @@ def main(argv: list[str] | None = None) -> None:
             "right",
             "rows/step",
             "same",
+            "right by depth",
         ]
     ]
     for active in args.active:
@@ -203,6 +214,7 @@ def main(argv: list[str] | None = None) -> None:
             "tokenizer": tokenizer,
             "max_running": active,
             "max_kv_tokens": tokens + 64 * active,
+            "draft_head": args.draft_head,
         }
         contenders = [
             Contender(name, make_engine(name, model, args.draft_layers, **options))

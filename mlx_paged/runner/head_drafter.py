@@ -9,7 +9,7 @@ from mlx_paged.heads.head import Head
 from mlx_paged.request import Request
 from mlx_paged.runner.head_model import Given, HeadModel
 from mlx_paged.runner.hidden_states import HiddenStates
-from mlx_paged.runner.kept_states import KeptStates, Piece, gathered
+from mlx_paged.runner.kept_states import Piece, gathered
 from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.model_probe import Batching, ModelProfile
 from mlx_paged.runner.pooled_drafter import Drafted, PooledDrafter, pooled_beside
@@ -77,7 +77,7 @@ class HeadDrafter(PooledDrafter):
         super().__init__(pooled, num_tokens)
         self._head = head
         self._is_sharing = shares
-        self._kept = KeptStates()
+        self._kept = head.kept
         self._own: dict[int, DepthShares] = {}  # by request id
         self._overall = DepthShares(num_tokens, OVERALL_FORGETTING, FIRST_GUESS * PRIOR, PRIOR)
 

@@ -7,9 +7,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.heads.head import Head
+from mlx_paged.holdings import Holding
+from mlx_paged.kv.memory import promise
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.runner.batch import Batch, Layout
 from mlx_paged.runner.hosted_model import HostedModel
+from mlx_paged.runner.kept_states import KeptStates
 from mlx_paged.runner.skip_unsampled import LogitRows
 
 
@@ -47,6 +50,7 @@ class HeadModel(HostedModel):
 
     Attributes:
         given: what the entries of the next step take of the positions before.
+        kept: the target's states that the head has not read.
     """
 
     extra_seconds = 0.0
@@ -54,6 +58,8 @@ class HeadModel(HostedModel):
     def __init__(self, head: Head, forms: Sequence[mx.array], columns: int) -> None:
         super().__init__()
         self.head = head
+        self.kept = KeptStates(sum(form.nbytes for form in forms))
+        promise(self.kept)
         fused = head.fuse([mx.zeros(form.shape, form.dtype) for form in forms])
         self._form = fused.shape[2:], fused.dtype
         self._columns: mx.array | None = None
@@ -81,6 +87,13 @@ class HeadModel(HostedModel):
 
     def forget_kept(self) -> bool:
         return False
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.kept.most_bytes
+
+    def holdings(self) -> list[Holding]:
+        return [Holding("hidden_states", self.kept.nbytes, self.kept.most_bytes, is_mlx=True)]
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What the batch's entries take of the positions before."""

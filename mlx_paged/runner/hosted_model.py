@@ -22,6 +22,11 @@ class HostedModel(nn.Module):
         """The seconds that the model has computed outside its forwards."""
         raise NotImplementedError
 
+    @property
+    def kept_bytes(self) -> int:
+        """What the budget of memory has for what is kept for later batches."""
+        return 0
+
     def forget_kept(self) -> bool:
         """Give up what is only kept for later batches; returns whether there was anything."""
         raise NotImplementedError

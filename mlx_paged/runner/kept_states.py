@@ -65,12 +65,32 @@ class _Kept:
 
 
 class KeptStates:
-    """The states of the latest steps, until a head reads them: of at most `most_rows` rows."""
+    """The states of the latest steps, until a head reads them: of at most `most_rows` rows, or of
+    one step that has more.
 
-    def __init__(self, most_rows: int = MOST_ROWS) -> None:
-        self._most_rows = most_rows
+    Args:
+        row_bytes: of the states of one token.
+    """
+
+    def __init__(self, row_bytes: int, most_rows: int = MOST_ROWS) -> None:
+        self._most_rows, self._row_bytes = most_rows, row_bytes
         self._forwards = deque[_Kept]()
         self._num_rows = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept now."""
+        return self._num_rows * self._row_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of `most_rows` rows."""
+        return self._most_rows * self._row_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes that may be kept later, which no pool may take."""
+        return max(0, self.most_bytes - self.nbytes)
 
     def add(self, states: ForwardStates, right: dict[int, int]) -> None:
         """Keep the states of a forward, of whose drafts so many were `right` by request id. The

@@ -124,6 +124,7 @@ class MeasuredModel:
         step = _step_bytes(self.model, profile, config)
         pool = self.num_blocks * planned_block_bytes(self.plan.arrays)
         pool += self.states.num_bytes
+        pool += self.model.kept_bytes if isinstance(self.model, HostedModel) else 0
         is_asked = config.kv_memory is not None or config.num_blocks is not None
         weights = sum(each.nbytes for _, each in tree_flatten(self.model.parameters()))
         weights += _adapter_bytes(config)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, SamplingParams
+from mlx_paged.kv.memory import memory_in_use
 from mlx_paged.scheduler.step import StepWork
 from tests.support.models.eagle3_files import (
     Eagle3Reference,
@@ -80,9 +81,14 @@ def test_the_same_prompt_again_finds_the_head_s_keys(tmp_path):
 def test_prompts_that_differ_behind_a_block_have_guesses_of_their_own(tmp_path):
     """The entry of the first token behind a block is not made of the block's states."""
     watched = Watched(tmp_path)
+    plain = Engine(watched.target, num_blocks=99, prefix_cache=False)
     for other in (1, 2):
-        watched.engine.generate([[*prompt(8), other, 3, 4]], SamplingParams(max_tokens=6))
-    assert len(watched.origins) > 4
+        asked, params = [[*prompt(8), other, 3, 4]], SamplingParams(max_tokens=12)
+        (done,) = watched.engine.generate(asked, params)
+        (alone,) = plain.generate(asked, params)
+        assert done.tokens == alone.tokens and done.drafts > 4
+    assert done.cached_prompt_tokens == 8
+    assert watched.origins[-1].popitem()[1] == 8, "the state before the ninth token is not there"
 
 
 def test_prompts_that_differ_in_the_first_token_share_nothing(tmp_path):
@@ -172,6 +178,25 @@ def test_n_grams_and_a_head_draft_beside_each_other(tmp_path):
     assert len(proposals.by_depth) == ngrams.num_tokens > 2
 
 
+def test_states_that_wait_for_a_head_are_in_the_ledger_and_in_the_budget(tmp_path):
+    row = 4 * 64 * len(LAYERS)  # bytes of a token's states
+    in_use = memory_in_use()
+    watched = Watched(tmp_path, num_blocks=200)
+    engine, rows = watched.engine, 4096 * row
+    both = engine._models.both
+    taken = sum(each.budget.pool for each in both) - sum(each.pool.nbytes for each in both)
+    assert taken == rows
+    assert memory_in_use() - in_use > rows
+    engine.scheduler.proposals._depths = lambda likely: {}
+    engine.add_request(prompt(30), max_tokens=9)
+    while engine.has_work:
+        engine.step()
+    line = engine.metrics()["memory"]["held"]["hidden_states"]
+    kept = [a for each in watched.drafter._kept._forwards for a in each.states.arrays]
+    assert line["bytes"] == sum(each.nbytes for each in kept) >= 30 * row
+    assert line["limit"] == rows
+
+
 def test_drafts_are_counted_by_depth(tmp_path):
     watched = Watched(tmp_path)
     watched.engine.generate([prompt(8)], SamplingParams(max_tokens=12))
@@ -197,13 +222,15 @@ def test_what_cannot_be_with_a_head_is_refused(options, message):
         Engine(target, num_blocks=8, **({"draft_head": random_head(target)} | options))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["heads", "mtp heads"])
 @pytest.mark.parametrize("first", [9, 24, 28, 36])
-def test_random_schedules_give_the_tokens_of_requests_alone(first):
-    """With forks, samples, beams, preemptions, prefix hits, faults, recurrent layers."""
+def test_random_schedules_give_the_tokens_of_requests_alone(first, kind):
+    """With forks, samples, beams, preemptions, prefix hits, faults, recurrent layers, disks,
+    grammars and n-grams."""
     drafts = 0
     for index in range(first, first + 3):
-        counts, failure = run_schedule("heads", 11, index)
+        counts, failure = run_schedule(kind, 11, index)
         assert failure is None, f"{failure!r} in schedule {index}"
         assert counts["mismatches"] == counts["leaked_blocks"] == 0
         drafts += counts["drafts"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, SamplingParams
+from mlx_paged.heads.__main__ import main
 from mlx_paged.heads.opening import open_head
 from tests.support.models.eagle3_files import Eagle3Reference, target_states, write_head
 from tests.support.models.tiny_models import VOCAB, tiny_model
@@ -46,7 +47,13 @@ SIZES = ("is_speculators", "has_embeddings", "width", "drafted", "num_states", "
 def test_its_guesses_are_those_of_a_plain_reference(tmp_path, model_type, layout):
     target = tiny_model(model_type)
     reference, ids = written(tmp_path, target, LAYOUTS[layout])
-    engine = Engine(target, draft_head=str(tmp_path), block_size=4, num_blocks=99, prefill_chunk=7)
+    assert compared(tmp_path, target, reference, ids) > 12
+
+
+def compared(folder: Path, target, reference: Eagle3Reference, ids: tuple[int, ...]) -> int:
+    """Guesses of the head that were compared with the reference, while the engine draws tokens that
+    are those without drafts."""
+    engine = Engine(target, draft_head=str(folder), block_size=4, num_blocks=99, prefill_chunk=7)
     table = np.array(target.model.embed_tokens.weight, np.float64)
     drafter, num_seen = engine.scheduler.proposals.drafters[0], 0
     take_every_guess(engine.scheduler.proposals)
@@ -65,9 +72,43 @@ def test_its_guesses_are_those_of_a_plain_reference(tmp_path, model_type, layout
     drafter.propose = checked
     prompts = [[(7 * i + j) % VOCAB for j in range(length)] for i, length in enumerate((3, 19))]
     done = engine.generate(prompts, SamplingParams(max_tokens=12))
-    assert num_seen > 12
     plain = Engine(target, num_blocks=99).generate(prompts, SamplingParams(max_tokens=12))
     assert [each.tokens for each in done] == [each.tokens for each in plain]
+    return num_seen
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_head_guesses_as_its_own_weights_say(tmp_path, bits):
+    target = tiny_model("llama")
+    written(tmp_path / "head", target, {})
+    out = tmp_path / "quantized"
+    assert main(["extract", str(tmp_path / "head"), str(out), "--bits", str(bits)]) == 0
+    weights = {n: np.array(a) for n, a in mx.load(str(out / "model.safetensors")).items()}
+    packed = [name.removesuffix(".scales") for name in weights if name.endswith(".scales")]
+    assert {"fc", "lm_head", "layers.0.mlp.up_proj"} < {*packed}
+    for name in packed:
+        scales, biases = weights.pop(f"{name}.scales"), weights.pop(f"{name}.biases")
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)
+        whole = weights[f"{name}.weight"][..., None] >> shifts & (1 << bits) - 1
+        groups = whole.reshape(*scales.shape, 64)
+        dense = groups * scales[..., None].astype(np.float64) + biases[..., None]
+        weights[f"{name}.weight"] = dense.reshape(len(scales), -1)
+    assert compared(out, target, Eagle3Reference(weights), (1, 2, 3)) > 12
+
+
+def test_a_quantization_that_is_not_read_is_refused(tmp_path, capsys):
+    target = tiny_model("llama")
+    written(tmp_path, target, {})
+    for asked in ([], ["--bits", "4"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["extract", str(tmp_path), str(tmp_path), *asked])
+        change = {"quantization": {"bits": 3, "group_size": 64}}
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    lines = capsys.readouterr().err.splitlines()
+    assert "expected --bits 4 or --bits 8" in lines[-2] and "the head is quantized" in lines[-1]
+    with pytest.raises(ValueError, match=r"quantization is .*'bits': 3.*: expected bits of 4 or 8"):
+        open_head(tmp_path, target)
 
 
 def test_the_states_are_the_inputs_of_layers_2_half_and_the_last_but_two(tmp_path):

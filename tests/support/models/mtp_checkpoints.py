@@ -1,11 +1,14 @@
 """Checkpoints with an MTP head, tiny and random, in the layouts that are published."""
 
 import json
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from tests.support.models.architectures import config_of
@@ -217,3 +220,19 @@ def _swiglu(name: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
         f"{name}.up_proj.weight": (inner, width),
         f"{name}.down_proj.weight": (width, inner),
     }
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def random_mtp_head(model: nn.Module) -> str:
+    """A checkpoint with a random head for a tiny model of one of :data:`HEADS`, which lives as long
+    as the process."""
+    return _random_mtp_head(model.model_type)
+
+
+@cache
+def _random_mtp_head(model_type: str) -> str:
+    _folders.append(tempfile.TemporaryDirectory())
+    config = head_config(model_type)
+    return str(write_checkpoint(Path(_folders[-1].name), config, head_tensors(config)))

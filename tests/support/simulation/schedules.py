@@ -22,13 +22,16 @@ from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.layer_groups import ONE_GROUP
 from mlx_paged.kv.states import StateIds
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.options import KVBits
+from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
-from tests.support.models import architectures, tiny_models
+from tests.support.models import architectures, mtp_checkpoints, tiny_models
 from tests.support.models.eagle3_files import random_head
+from tests.support.models.mtp_checkpoints import random_mtp_head
 from tests.support.ops.numpy_quantization import BITS
 from tests.support.simulation import hash_model, structured_calls
 from tests.support.simulation.disk_lives import Disk, DiskLives, Life
@@ -57,6 +60,9 @@ COUNTED = (
 
 
 RECURRENT = ("jamba", "qwen3_5", "lfm2", "kimi_linear", "rwkv7")
+OF_MTP = ["qwen3_next", "qwen3_5"], ("mimo", "deepseek_v3", "glm4_moe", "ernie4_5_moe")
+"""Models with an MTP head: recurrent ones and others."""
+HEADS: dict[str, Callable[[Any], str]] = {"eagle3": random_head, "mtp": random_mtp_head}
 LATENTS = ("kimi_linear",)  # are not quantized
 
 EVIDENCE = {
@@ -79,7 +85,7 @@ class Features:
         ranks: a second rank reads the plan of every step. Ranks have no `disk`.
         compiled: None: if this is faster.
         resizes: the pool's size changes now and then. Ranks do not follow.
-        heads: a random head of a real model drafts, too.
+        heads: the kind of a random head of a real model that drafts, too: a name in :data:`HEADS`.
         all_guesses: drafts for whoever has a guess; else the planner decides, by the clock.
     """
 
@@ -95,7 +101,7 @@ class Features:
     compiled: bool | None = None
     all_guesses: bool = False
     resizes: bool = False
-    heads: bool = False
+    heads: str | None = None
 
     @classmethod
     def drawn(cls, rng: random.Random) -> "Features":
@@ -135,12 +141,15 @@ class Features:
         runner.is_beam = engine._beams.__contains__
         scheduler = engine.scheduler
         drafter = _drafter_for(solo, name)
+        others: list[NgramDrafter] = []
         if self.heads:
             head, rng_of_drafts = scheduler.proposals.drafters[0], random.Random(f"{name}:heads")
             drafter = HeadWithRightDrafts(rng_of_drafts, solo, 0.5, head)
+            others = [NgramDrafter()] if rng_of_drafts.random() < 0.5 else []
         if drafter is not None:
             drafter.never = runner.bad
-            scheduler.proposals = Speculation([drafter], scheduler.allocator, scheduler.budget)
+            drafters = [drafter, *others]
+            scheduler.proposals = Speculation(drafters, scheduler.allocator, scheduler.budget)
             if self.is_real or self.all_guesses or setting.max_stall is None:
                 take_every_guess(scheduler.proposals)
         source = structured_calls if self.is_real else hash_model
@@ -205,7 +214,13 @@ def _real_simulation(features: Features, name: str, life: str, disk: Disk | None
     else:
         setting = Setting.drawn(rng, small=True)
         kinds = [each for each in RECURRENT if kv_bits is None or each not in LATENTS]
-        model_type = rng.choice(kinds) if setting.recurrent else "llama"
+        plain: tuple[str, ...] = ("llama",)
+        if features.heads == "mtp":
+            kinds, plain = OF_MTP
+            width = sum(group.width for group in setting.groups)
+            one = {"groups": ONE_GROUP, "num_blocks": setting.num_blocks // width}
+            setting = replace(setting, **one)
+        model_type = rng.choice(kinds if setting.recurrent else plain)
         solo = tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
     if disk is not None:
         setting, rng = replace(setting, prefix_cache=True), random.Random(f"{name}{life}")
@@ -229,7 +244,7 @@ def _real_simulation(features: Features, name: str, life: str, disk: Disk | None
             compile=features.compiled,
             cascade=features.cascade,
             kv_disk=None if disk is None else disk.directory,
-            draft_head=random_head(solo.model) if features.heads else None,
+            draft_head=HEADS[features.heads](solo.model) if features.heads else None,
         )
     return features.simulate(f"{seed}:{index}", setting, engine, solo, rng)
 
@@ -253,6 +268,9 @@ def tiny_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -
             "sliding_window": windowed_group.window,
             "num_hidden_layers": len(kinds),
         }
+    if model_type in mtp_checkpoints.HEADS:
+        changes = mtp_checkpoints.HEADS[model_type]
+        return MlxLmSolo(architectures.build(model_type, **changes), architectures.VOCAB, kv_bits)
     if model_type not in tiny_models.CONFIGS:
         return MlxLmSolo(architectures.build(model_type), architectures.VOCAB, kv_bits)
     return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB, kv_bits)
@@ -279,6 +297,15 @@ def any_simulation(seed: int, index: int) -> Life:
     return DiskLives(features.build, name) if features.disk else features.build(name)
 
 
+def headed_life(heads: str, name: str) -> Life:
+    """A schedule with a head, half of them with n-grams beside it, some with a disk or grammars."""
+    rng = random.Random(f"{name}:features")
+    structured = heads == "eagle3" and rng.random() < 0.2
+    features = replace(TINY, heads=heads, grammars=structured)
+    has_disk = not structured and rng.random() < 0.2
+    return DiskLives(features.build, name) if has_disk else features.build(name)
+
+
 MODELS: dict[str, Callable[[int, int], Life]] = {
     "all": any_simulation,
     "images": lambda seed, index: replace(FAKE, images=True).build(f"{seed}:{index}"),
@@ -286,7 +313,8 @@ MODELS: dict[str, Callable[[int, int], Life]] = {
     "ranks": lambda seed, index: replace(FAKE, ranks=True).build(f"{seed}:{index}"),
     "tiny": tiny_simulation,
     "quantized": quantized_simulation,
-    "heads": lambda seed, index: replace(TINY, heads=True).build(f"{seed}:{index}:heads"),
+    "heads": lambda seed, index: headed_life("eagle3", f"{seed}:{index}:heads"),
+    "mtp heads": lambda seed, index: headed_life("mtp", f"{seed}:{index}:mtp"),
     "disk": lambda seed, index: DiskLives(FAKE.build, f"{seed}:{index}"),
     "sizes": lambda seed, index: replace(FAKE, resizes=True).build(f"{seed}:{index}"),
     "sizes of real pools": lambda seed, index: replace(TINY, resizes=True).build(
