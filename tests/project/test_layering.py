@@ -95,7 +95,7 @@ MAY_IMPORT = {
     "scheduler": {"holdings", "kv", *REQUESTS},
     "kv_disk": {"cli", "holdings", "kv", "ops", "request", "starting"},
     "attention": {"kv", "ops"},
-    "outputs": {"request", "sampling_params"},
+    "outputs": {"request", "sampling_params", "kv"},
     "request": {"kv", "prompt", "sampling_params"},
     "prompt": set[str](),
     "sampling_params": {"arguments"},
