@@ -1,7 +1,9 @@
 """Checks of arguments that callers give, and of installed versions. Knows no mlx."""
 
 import logging
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 from functools import cache, wraps
@@ -11,8 +13,10 @@ from typing import Any, TypeGuard, TypeVar, cast
 
 MAX_INT32 = 2**31 - 1
 GB = 10**9
-OLDEST_MLX_LM = "0.32"
+MLX_LM_SERIES = "0.32"  # others lack what this package imports, or have changed it
 TESTED_MLX_LM = ("0.32.2",)
+ANY_MLX = "MLX_PAGED_ANY_MLX"  # 1: any mlx and mlx-lm, for builds against other releases of MLX
+_EXTRA = "[cpu]" if sys.platform == "linux" else ""  # of mlx, as in pyproject.toml
 _SEVERAL = " (several completions of a prompt: Engine.sample(prompts, n))"
 ELSEWHERE = dict.fromkeys(("n", "best_of", "num_samples", "num_return_sequences"), _SEVERAL)
 """What does the work of keyword arguments that other libraries have in the place of a call."""
@@ -26,29 +30,33 @@ class UntestedVersionError(RuntimeError):
 
 
 def require_versions() -> None:
-    """Raise UntestedVersionError if the compiled module is not for the installed mlx, or mlx-lm
-    lacks what this package imports. One line of the log names an mlx-lm that was not tested."""
+    """Raise UntestedVersionError, with the pip command that mends it, if the compiled module is not
+    for the installed mlx, or if mlx-lm is of another series. One line of the log names an mlx-lm
+    that was not tested. The variable MLX_PAGED_ANY_MLX=1 lets all versions pass, with one line."""
     from importlib.metadata import requires, version  # slow to import
 
     mlx, mlx_lm = version("mlx"), version("mlx-lm")
-    pins = re.findall(r"^mlx(?:\[\w+\])?==([\d.]+)", "\n".join(requires("mlx_paged") or ()), re.M)
+    needs = "\n".join(requires("mlx_paged") or ())
+    pins = re.findall(r"^mlx(?:\[\w+\])?==([\d.]+)", needs, re.M)
+    is_known = mlx_lm in TESTED_MLX_LM
+    problem = ""
     # A development build of mlx has a suffix after these three numbers.
     if pins and mlx.split(".")[:3] != pins[0].split("."):
-        raise UntestedVersionError(
-            f"mlx {mlx} is installed: expected {pins[0]}, for which mlx_paged is built"
-        )
-    if [*map(int, mlx_lm.split(".")[:2])] < [*map(int, OLDEST_MLX_LM.split("."))]:
-        raise UntestedVersionError(
-            f"mlx-lm {mlx_lm} is installed: expected {OLDEST_MLX_LM} or newer"
-        )
-    if mlx_lm not in TESTED_MLX_LM:
-        _warn_untested(mlx_lm)
+        problem = f"mlx {mlx} is installed: expected {pins[0]}, for which mlx_paged is built"
+    elif mlx_lm.split(".")[:2] != MLX_LM_SERIES.split("."):
+        problem = f"mlx-lm {mlx_lm} is installed: expected {MLX_LM_SERIES}"
+    if problem and os.environ.get(ANY_MLX) != "1":
+        wanted = [f"'mlx{_EXTRA}=={pins[0]}'"] * bool(pins)
+        wanted += [f"'mlx-lm=={TESTED_MLX_LM[-1]}'"] * (not is_known)
+        raise UntestedVersionError(f"{problem}: pip install {' '.join(wanted)}")
+    if problem or not is_known:
+        tested = f"{' and '.join(TESTED_MLX_LM)} is tested"
+        _warn_once(problem or f"mlx-lm {mlx_lm} is untested: {tested}")
 
 
 @cache
-def _warn_untested(mlx_lm: str) -> None:
+def _warn_once(text: str) -> None:
     """Log one line in a process."""
-    text = f"mlx-lm {mlx_lm} is untested: {' and '.join(TESTED_MLX_LM)} is tested"
     logging.getLogger("mlx_paged").warning(text)
 
 

@@ -343,19 +343,46 @@ def installed(monkeypatch, **versions: str) -> None:
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
 
 
+ONE = r"pip install 'mlx(\[cpu\])?==0\.32\.4'"
+BOTH = rf"{ONE} 'mlx-lm==0\.32\.2'"
+
+
 @pytest.mark.parametrize("allowed", ["0", "1"])
 @pytest.mark.parametrize(
     ("name", "version", "message"),
     [
-        ("mlx-lm", "0.31.3", r"mlx-lm 0\.31\.3 is installed: expected 0\.32 or newer"),
-        ("mlx", "0.31.2", r"mlx 0\.31\.2 is installed: expected 0\.32\.4, for which"),
-        ("mlx", "0.32.5", r"mlx 0\.32\.5 is installed: expected 0\.32\.4, for which"),
+        ("mlx-lm", "0.31.3", rf"mlx-lm 0\.31\.3 is installed: expected 0\.32: {BOTH}"),
+        ("mlx-lm", "0.33.0", rf"mlx-lm 0\.33\.0 is installed: expected 0\.32: {BOTH}"),
+        ("mlx", "0.31.2", rf"mlx 0\.31\.2 is installed: expected 0\.32\.4, for which.*: {ONE}"),
+        ("mlx", "0.32.5", rf"mlx 0\.32\.5 is installed: expected 0\.32\.4, for which.*: {ONE}"),
+        ("mlx", "0.33.0", rf"mlx 0\.33\.0 is installed: expected 0\.32\.4, for which.*: {ONE}"),
     ],
 )
 def test_a_version_that_cannot_run_is_named(monkeypatch, allowed, name, version, message):
     monkeypatch.setenv("MLX_PAGED_ALLOW_UNTESTED_MLX_LM", allowed)
     installed(monkeypatch, **{name: version})
-    with pytest.raises(UntestedVersionError, match=message):
+    with pytest.raises(UntestedVersionError, match=f"^{message}$"):
+        arguments.require_versions()
+
+
+def test_an_upgrade_of_both_is_mended_by_one_command(monkeypatch):
+    """As `pip install -U mlx-lm` leaves them."""
+    installed(monkeypatch, **{"mlx": "0.32.5", "mlx-lm": "0.32.3"})
+    with pytest.raises(UntestedVersionError, match=rf"^mlx 0\.32\.5 is installed.*: {BOTH}$"):
+        arguments.require_versions()
+
+
+@pytest.mark.parametrize("versions", [{"mlx": "0.33.0"}, {"mlx-lm": "0.33.0"}])
+def test_a_variable_lets_any_version_pass(monkeypatch, caplog, versions):
+    installed(monkeypatch, **versions)
+    monkeypatch.setenv("MLX_PAGED_ANY_MLX", "1")
+    arguments._warn_once.cache_clear()
+    for _ in range(2):
+        arguments.require_versions()
+    ((name, version),) = versions.items()
+    assert len(caplog.messages) == 1 and f"{name} {version} is installed" in caplog.messages[0]
+    monkeypatch.setenv("MLX_PAGED_ANY_MLX", "0")
+    with pytest.raises(UntestedVersionError):
         arguments.require_versions()
 
 

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
 
 
-def check(*files: Path) -> subprocess.CompletedProcess[str]:
+def check(*files: Path, schema: str = "github-workflows") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema"]
-    command += ["vendor.github-workflows", *map(str, files)]
+    command += [f"vendor.{schema}", *map(str, files)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -25,6 +25,15 @@ def check(*files: Path) -> subprocess.CompletedProcess[str]:
 def test_the_workflows_are_valid():
     done = check(*WORKFLOWS.glob("*.yml"))
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_the_updates_of_dependencies_are_valid(tmp_path):
+    file = ROOT / ".github" / "dependabot.yml"
+    assert check(file, schema="dependabot").returncode == 0
+    broken = tmp_path / "dependabot.yml"
+    broken.write_text(file.read_text().replace("interval: weekly", "interval: often"))
+    assert check(broken, schema="dependabot").returncode == 1
 
 
 @pytest.mark.slow
