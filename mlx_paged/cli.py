@@ -213,14 +213,15 @@ METRICS: tuple[Flag, ...] = (
 )
 
 
-def engine_flags(stall: Flag | None = None) -> list[Flag]:
+def engine_flags(stall: Flag | None = None, policy: Flag | None = None) -> list[Flag]:
     """The flags of an engine that all commands have. `stall` is the command's own
-    ``--max-stall-ms``."""
+    ``--max-stall-ms``, `policy` its own ``--policy``."""
     return [
         *map(flag_of, ("kv_memory", "cache_limit", "wired", "kv_bits")),
         *((flag, _only(n), n, "N", f"only {n} is accepted") for flag, n in QUANTIZATION.items()),
         stall or flag_of("max_stall_ms"),
-        *map(flag_of, ("policy", "preempt", "compile", "cpu_linear", "cascade", "prefix_cache")),
+        policy or flag_of("policy"),
+        *map(flag_of, ("preempt", "compile", "cpu_linear", "cascade", "prefix_cache")),
         *map(flag_of, ("kv_disk", "kv_disk_gb", "speculate")),
         *map(flag_of, ("draft_model", "draft_head", "num_draft_tokens")),
         *map(flag_of, ("adapters", "adapter_memory")),

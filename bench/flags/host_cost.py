@@ -25,6 +25,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layers", type=COUNT, default=28, help="layers of the model whose graph is built")
     gpu = "only whole steps where ops choose as on a GPU, beside mlx-lm; a CPU computes them"
     add("--gpu", action="store_true", help=gpu)
+    policies = "only whole steps of each number of rows under the policies fcfs and fair, in turns"
+    add("--policies", action="store_true", help=policies)
     args = parser.parse_args(argv)
     args.rows = args.rows or (GPU_ROWS if args.gpu else ROWS)
     return args

@@ -4,6 +4,7 @@ The model computes nothing and the device's time is left out. Engines take turns
 
     python -m bench.host_cost --rows 1 8 32 128 --blocks 512
     python -m bench.host_cost --gpu
+    python -m bench.host_cost --policies --rows 64
 """
 
 import argparse
@@ -26,6 +27,7 @@ from bench.flags.host_cost import parse
 from bench.host_cost.block_costs import PUBLISHED, block_costs
 from bench.host_cost.gpu_steps import TURN, gpu_steps, gpu_table
 from bench.host_cost.graph_costs import graph_costs, graph_table
+from bench.host_cost.policy_costs import policy_costs, policy_table
 from bench.host_cost.silent_engine import (
     BLOCK_SIZE,
     VOCAB,
@@ -249,6 +251,12 @@ def main(argv: list[str] | None = None) -> None:
         found = gpu_steps(args.layers, args.rows, args.rounds * args.steps // TURN)
         print(gpu_table(found))
         print_result("host_cost", machine | {"layers": args.layers, "gpu_steps": found})
+        return
+    if args.policies:
+        costs = {rows: policy_costs(rows, args.rounds, args.steps) for rows in args.rows}
+        for rows, ratios in costs.items():
+            print(f"{rows} rows", policy_table(ratios), sep="\n")
+        print_result("host_cost", machine | {"policies": costs})
         return
     floors = {rows: floor_us(rows) for rows in args.rows}
     print("Floor, us: code that looks at each row once.")

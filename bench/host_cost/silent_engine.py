@@ -12,6 +12,7 @@ from bench.models import random_llama
 from bench.names import SIZES
 from mlx_paged import Engine
 from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.options import Policy
 from mlx_paged.runner.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
@@ -52,11 +53,20 @@ def silenced(engine: Engine, rows: int, vocab: int) -> Iterator[None]:
 
 
 def decoding_engine(
-    model: nn.Module, vocab: int, rows: int, context: int, *, lookahead: bool, **options: Any
+    model: nn.Module,
+    vocab: int,
+    rows: int,
+    context: int,
+    *,
+    lookahead: bool,
+    policy: str = Policy.FCFS,
+    clients: int = 1,
+    waiting: int = 0,
+    **options: Any,
 ) -> Engine:
     """An engine with `rows` requests that decode, each with about `context` tokens in its own
-    blocks. Their last blocks are filled to different degrees. No prompt was computed. `options` are
-    sampling parameters.
+    blocks. Their last blocks are filled to different degrees. No prompt was computed. `waiting`
+    more requests wait; all together are of `clients` clients. `options` are sampling parameters.
     """
     num_blocks = rows * (ceil_div(context, BLOCK_SIZE) + SPARE_BLOCKS + 1)
     engine = Engine(
@@ -66,13 +76,15 @@ def decoding_engine(
         max_running=rows,
         prefill_chunk=rows * context,
         lookahead=lookahead,
+        policy=policy,
         compile=False,
     )
     rng = np.random.default_rng(0)
-    for _ in range(rows):
+    for i in range(rows + waiting):
         num_tokens = max(1, context - int(rng.integers(BLOCK_SIZE)))
         prompt = rng.integers(vocab, size=num_tokens).tolist()
-        engine.add_request(prompt, max_tokens=SPARE_BLOCKS * BLOCK_SIZE, **options)
+        share = (f"client {i % clients}",)
+        engine.add_request(prompt, max_tokens=SPARE_BLOCKS * BLOCK_SIZE, share=share, **options)
     with silenced(engine, rows, vocab):
         for _ in range(3):
             engine.step()

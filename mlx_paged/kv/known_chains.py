@@ -23,6 +23,7 @@ class Chain(NamedTuple):
         in_use: whether a sequence holds its last block.
         is_pinned: whether its last block is pinned.
         pinned_s: seconds until the pin ends, 0 if it has; None: there is none, or it has no end.
+        root: what tells its salt and adapter apart from others; empty: it has neither.
     """
 
     tokens: int
@@ -33,6 +34,7 @@ class Chain(NamedTuple):
     in_use: bool
     is_pinned: bool
     pinned_s: float | None
+    root: bytes = b""
 
 
 class _Place(NamedTuple):
@@ -50,17 +52,18 @@ def known_blocks(allocator: BlockAllocator) -> list[CachedBlock]:
 
 
 def chains(
-    blocks: Iterable[CachedBlock], salt: bytes, most: int, now: float = 0.0
+    blocks: Iterable[CachedBlock], salt: bytes | None, most: int, now: float = 0.0
 ) -> tuple[int, list[Chain]]:
-    """How many chains of a salt there are, and `most` of them: those with most tokens. Blocks whose
-    text does not begin with a known block are in none. Takes O(n) for n blocks. `now` is the
-    time of the clock with which pins are made."""
+    """How many chains of a salt there are, of all if it is None, and `most` of them: those with
+    most tokens. Blocks whose text does not begin with a known block are in none. Takes O(n) for
+    n blocks. `now` is the time of the clock with which pins are made."""
     by_hash = {each.hash: each for each in blocks}
     followers: dict[bytes, int] = {}
     for each in by_hash.values():
         followers[each.parent] = followers.get(each.parent, 0) + 1
-    root, newest = root_hash(salt), max((each.stamp for each in by_hash.values()), default=0)
-    places: dict[bytes, _Place | None] = {root: _Place(0, 0)}
+    newest = max((each.stamp for each in by_hash.values()), default=0)
+    roots = {each.root for each in by_hash.values()} if salt is None else {root_hash(salt)}
+    places: dict[bytes, _Place | None] = dict.fromkeys(roots, _Place(0, 0))
     found = []
     for each in by_hash.values():
         if each.hash in followers:
@@ -79,6 +82,7 @@ def chains(
                     not each.stamp,
                     until > 0,
                     max(0.0, until - now) if 0 < until < inf else None,
+                    each.root,
                 )
             )
     return len(found), nlargest(most, found, key=lambda chain: chain.tokens)

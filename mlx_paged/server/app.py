@@ -206,8 +206,8 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
     def check(request: Request) -> None:
         if "*" not in names:
             _check_host(request, names)
-        if args.api_keys:
-            _check_key(request, args.api_keys)
+        if args.all_keys:
+            _check_key(request, args)
         if _has_two_lengths(request):
             raise Refusal(400, f"the request has {' and '.join(LENGTHS)}: expected one of them")
         if request.method == "POST":
@@ -246,15 +246,17 @@ def _check_host(request: Request, names: Collection[str]) -> None:
         raise Refusal(421, f"Host is {host!r:.80}: expected one of --allowed-hosts")
 
 
-def _check_key(request: Request, known: keys.Keys) -> None:
-    """Refuse a request without a key, unless its path needs none. The log shows the key's name."""
+def _check_key(request: Request, args: argparse.Namespace) -> None:
+    """Refuse a request without a key, unless its path needs none or no client has a key. The log
+    shows the key's name."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     token = token.strip() if scheme.lower() == "bearer" else ""
-    name = keys.name_of(known, (token, request.headers.get("x-api-key", token)))
-    if name is None and request.scope["path"] not in OPEN:
+    name = keys.name_of(args.all_keys, (token, request.headers.get("x-api-key", token)))
+    if name is None and args.api_keys and request.scope["path"] not in OPEN:
         raise Refusal(401, "no valid API key was given", "invalid_api_key")
     if name is not None:
         request.scope["state"]["key"] = name
+        request.scope["state"]["is_admin"] = args.admin_key is not None and name == keys.ADMIN
     if name:
         record_of(request.scope).parts.append(f"key {name}")
 

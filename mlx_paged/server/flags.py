@@ -10,6 +10,7 @@ from mlx_paged.config_file import CONFIG_FILE, ConfiguredParser
 from mlx_paged.formats.registry import FORMATS
 from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.option_kinds import Kind, read_number
+from mlx_paged.options import Policy
 from mlx_paged.protocol.fields import MAX_SAMPLES
 from mlx_paged.server import keys, tls
 from mlx_paged.server.keys import API_KEY_VARIABLE
@@ -107,8 +108,15 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--host", str, "127.0.0.1", "HOST", "address to listen on"),
         ("--port", PORT, 8080, "PORT", "port to listen on; 0 takes a free port"),
         ("--uds", str, None, "PATH", "listen on a Unix socket instead of --host and --port"),
-        ("--api-key", str, None, "KEY", f"key that clients send (default: ${API_KEY_VARIABLE})"),
+        (
+            "--api-key",
+            {"action": "append"},
+            None,
+            "[NAME=]KEY",
+            f"key that clients send; may be repeated (default: ${API_KEY_VARIABLE})",
+        ),
         ("--api-key-file", str, None, "FILE", "file of keys: '[NAME] KEY' on each line"),
+        ("--admin-key", str, None, "KEY", "key that also shows what the cache knows of all salts"),
         ("--allowed-origins", _names, None, "ORIGINS", "CORS origins, comma-separated"),
         ("--allowed-hosts", _names, None, "HOSTS", "Host headers to accept (default: loopback)"),
         ("--root-path", str, "", "PATH", "path under which a reverse proxy serves this server"),
@@ -133,7 +141,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--max-tokens", COUNT, 512, "N", "maximum new tokens"),
     ),
     "engine": (
-        *cli.engine_flags(STALL),
+        *cli.engine_flags(STALL, cli.flag_of("policy", default=Policy.FAIR)),
         cli.flag_of("max_running", names="--decode-concurrency"),
         cli.flag_of("prefill_chunk", names="--prefill-step-size", metavar="TOKENS"),
         cli.flag_of("block_size"),
@@ -161,6 +169,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     try:
         tls.check(args)
         args.api_keys = keys.of_arguments(args)
+        args.all_keys = keys.with_admin(args, args.api_keys)
     except ValueError as error:
         parser.error(str(error))
     return args

@@ -2,24 +2,58 @@
 
 import hmac
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
 API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
+ADMIN = "admin"
+"""The name of the key of --admin-key."""
+
+NAMED = re.compile(r"([A-Za-z][\w.-]{0,63})=(.*[^=].*)", re.ASCII)
+"""A key with a name; base64 ends in signs of equality, and has no name."""
 
 Keys = dict[str, str]
-"""Keys by the names that the log shows; the key without a name is that of --api-key."""
+"""Keys by the names that the log shows; one key may have no name."""
 
 
 def of_arguments(args: Namespace) -> Keys:
-    """The keys of --api-key, of the variable if neither flag is given, and of --api-key-file.
+    """The keys of each --api-key, of the variable if neither flag is given, and of --api-key-file.
     Raises ValueError, which names the flag or the variable, if a key or the file is wrong."""
-    flag, path = "--api-key", args.api_key_file
-    if args.api_key is None and path is None:
-        flag, args.api_key = API_KEY_VARIABLE, os.environ.get(API_KEY_VARIABLE)
-    keys = {} if args.api_key is None else {"": _checked(args.api_key, flag)}
-    return keys if path is None else keys | _of_file(path)
+    flag, given, path = "--api-key", args.api_key or [], args.api_key_file
+    if not given and path is None and API_KEY_VARIABLE in os.environ:
+        flag, given = API_KEY_VARIABLE, [os.environ[API_KEY_VARIABLE]]
+    keys: Keys = {}
+    for text in given:
+        name, key = named.groups() if (named := NAMED.fullmatch(text)) else ("", text)
+        if name in keys:
+            raise ValueError(f"{flag}: expected several keys as NAME=KEY, with different names")
+        keys[name] = _checked(key, flag)
+    if path is not None:
+        keys = _joined(keys, _of_file(path), "--api-key-file")
+    if len({*keys.values()}) < len(keys):
+        flag = "--api-key" if path is None else "--api-key-file"
+        raise ValueError(f"{flag}: expected a different key for each name")
+    return keys
+
+
+def with_admin(args: Namespace, keys: Keys) -> Keys:
+    """The keys, and that of --admin-key, which opens what they open. Raises ValueError, which names
+    the flag, if it is wrong or no key of its own."""
+    if args.admin_key is None:
+        return keys
+    key = _checked(args.admin_key, "--admin-key")
+    if key in keys.values():
+        raise ValueError("--admin-key: expected another key than those of clients")
+    return _joined(keys, {ADMIN: key}, "--admin-key")
+
+
+def _joined(keys: Keys, others: Keys, flag: str) -> Keys:
+    """All keys. Raises ValueError, which names the flag, if two have one name."""
+    for name in keys.keys() & others.keys():
+        raise ValueError(f"{flag}: expected no other key with the name {name}")
+    return keys | others
 
 
 def name_of(keys: Keys, given: Iterable[str]) -> str | None:

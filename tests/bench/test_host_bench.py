@@ -43,6 +43,12 @@ def result_of(bench: Any, options: list[str], capsys: pytest.CaptureFixture[str]
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def test_policies_are_compared_in_turns(capsys):
+    result = result_of(host_cost, ["--policies", "--rows=2", "--steps=4", "--rounds=2"], capsys)
+    for each in result["policies"]["2"].values():
+        assert each["lowest"] <= each["median"] <= each["highest"] and each["fcfs"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--no-lookahead"]], ids=["ahead", "not ahead"])
 def test_host_cost_covers_every_part_of_every_step(mode, capsys):

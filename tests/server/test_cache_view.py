@@ -39,3 +39,19 @@ def test_the_view_needs_the_key():
     with live("--api-key", "secret") as server:
         assert view(server)[0] == 401
         assert view(server, **{"x-api-key": "secret"})[0] == 200
+
+
+def test_the_admins_key_shows_all_salts_and_whose_chains_are_the_same():
+    with live("--api-key", "ann=k", "--admin-key", "boss", "--kv-block-size", "4") as server:
+        for salt in ("", "a", "b"):
+            for end in (" 1", " 2"):
+                ask = {"prompt": TEXT + end, "max_tokens": 1, "cache_salt": salt}
+                assert post(server, ask, headers={"x-api-key": "k"})[0] == 200
+        [of_client] = view(server, **{"x-api-key": "k"})[1]["data"]
+        assert of_client["num_chains"] == 2 and "owner" not in of_client["chains"][0]
+        [of_all] = view(server, **{"x-api-key": "boss"})[1]["data"]
+        owners = [chain["owner"] for chain in of_all["chains"]]
+        assert of_all["num_chains"] == 6 and sorted(map(owners.count, {*owners})) == [2, 2, 2]
+        assert "" in owners and not {"a", "b"} & {*owners}
+        [named] = view(server, "?cache_salt=a", **{"x-api-key": "boss"})[1]["data"]
+        assert named["num_chains"] == 2

@@ -2,6 +2,7 @@
 key. `python -m scripts.server_versions` runs this file with other versions of starlette and
 uvicorn."""
 
+import json
 import logging
 import re
 import socket
@@ -206,3 +207,60 @@ def test_the_variable_counts_without_a_flag_only(monkeypatch, tmp_path):
     given = {(): {"": "of-variable"}, ("--api-key-file", str(path)): {"mine": "k"}}
     for flags, keys in given.items():
         assert server_flags.parse([*flags]).api_keys == keys
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys"),
+    [
+        (["--api-key", "k"], {"": "k"}),
+        (["--api-key", "ann=k", "--api-key", "bob=l", "--api-key", "m"], dict(ann="k", bob="l")),
+        (["--api-key", "a.b-c_1=x=y=="], {"a.b-c_1": "x=y=="}),
+        (["--api-key", "czNjcmV0=="], {"": "czNjcmV0=="}),
+        (["--api-key", "+/z=k"], {"": "+/z=k"}),
+    ],
+)
+def test_keys_of_flags_may_have_names(flags, keys):
+    extra = {"": "m"} if len(flags) == 6 else {}
+    assert server_flags.parse(flags).api_keys == keys | extra
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--api-key", "a", "--api-key", "b"], "--api-key: expected several keys as NAME=KEY"),
+        (["--api-key", "n=a", "--api-key", "n=b"], "--api-key: expected several keys as NAME=KEY"),
+        (["--api-key", "n=a", "--api-key", "m=a"], "--api-key: expected a different key"),
+        (["--api-key", "n=a b"], "--api-key: expected a key of printable ASCII"),
+        (["--api-key", "a", "--admin-key", "a"], "--admin-key: expected another key"),
+        (["--api-key", "admin=a", "--admin-key", "b"], "--admin-key: expected no other key"),
+        (["--admin-key", ""], "--admin-key: expected a key"),
+    ],
+)
+def test_two_keys_are_told_apart_or_refused(capsys, flags, message):
+    with pytest.raises(SystemExit) as ended:
+        server_flags.parse(flags)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_name_among_the_keys_of_clients_opens_no_more():
+    """The name of the admin's key is one that a client's key may have, too."""
+    for flags, status in (
+        (["--api-key", "admin=a", "--api-key", "ann=b"], (200, 200, 401)),
+        (["--api-key", "ann=b", "--admin-key", "a"], (200, 200, 401)),
+        (["--admin-key", "a"], (200, 200, 200)),
+    ):
+        with live("--allowed-hosts", "*", *flags) as server:
+            found = [
+                answer(server, "GET", "/v1/cache", [LOCAL, f"X-Api-Key: {key}"])
+                for key in ("a", "b", "none")
+            ]
+            assert tuple(each[0] for each in found) == status
+            post(server, {"prompt": "x = 1\n" * 9, "max_tokens": 1, "cache_salt": "s"}, key="a")
+            views = [answer(server, "GET", "/v1/cache", [LOCAL, f"X-Api-Key: {k}"]) for k in "ab"]
+            sees = [b'"num_chains": 1' in content for *_, content in views]
+            assert sees == ["--admin-key" in flags, False]
+
+
+def post(server, body, key):
+    head = [LOCAL, f"X-Api-Key: {key}"]
+    assert answer(server, "POST", "/v1/completions", head, body=json.dumps(body))[0] == 200

@@ -159,8 +159,8 @@ def test_flags_become_options_of_the_engine(flags, option, value):
 
 def test_the_key_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(server_flags.API_KEY_VARIABLE, "secret")
-    assert server_flags.parse([]).api_key == "secret"
-    assert server_flags.parse(["--api-key", "other"]).api_key == "other"
+    assert server_flags.parse([]).api_keys == {"": "secret"}
+    assert server_flags.parse(["--api-key", "other"]).api_keys == {"": "other"}
 
 
 def parser_of_mlx_lms_server(monkeypatch) -> argparse.ArgumentParser:

@@ -82,7 +82,7 @@ def live(*flags):
     """A server on a free port; its thread and its blocks are gone afterwards."""
     with running("--port", "0", *flags) as server:
         yield server
-        key = server.app.state.args.api_key
+        key = next(iter(server.app.state.args.all_keys.values()), None)
         wait_until(lambda: not metric(server, "mlx_paged_kv_blocks_in_use", key))
 
 
