@@ -12,6 +12,7 @@ from typing import Any
 from mlx_paged.arguments import one_line
 from mlx_paged.generate.batch_lines import BatchLine, is_batch_line, read_line
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT
+from mlx_paged.request import BACKGROUND
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 from mlx_paged.vision.images import is_image, parts_of
 
@@ -37,7 +38,8 @@ class PromptSpec:
     source: str = "--prompt"  # file and line, or the flag; error messages start with it
     id: Any = None  # the "id" of the line; the result repeats it
     n: int | None = None  # number of completions; None means the value of the command line
-    priority: int = 0  # the policy "priority" starts lower numbers first
+    # The policy "priority" starts lower numbers first; "background": when nothing else waits.
+    priority: int | str = 0
     images: tuple[str, ...] = ()  # files: of the chat's places; without, its last message begins so
     batch: BatchLine | None = None  # a line of OpenAI's batch files
 
@@ -129,7 +131,9 @@ def _parse(entry: Any, source: str) -> PromptSpec:
     unknown = sorted(entry.keys() - set(KEYS))
     if unknown:
         raise ValueError(f'unknown key "{unknown[0]}": expected one of {", ".join(KEYS)}')
-    n, priority = (_whole(entry, key) for key in ("n", "priority"))
+    is_background = entry.get("priority") == BACKGROUND
+    priority = entry.pop("priority") if is_background else _whole(entry, "priority")
+    n = _whole(entry, "n")
     images = entry.pop("images", [])
     if not isinstance(images, list) or not all(isinstance(path, str) for path in images):
         raise ValueError('"images" must be a list of files')
@@ -148,7 +152,8 @@ def _whole(entry: dict[str, Any], key: str) -> int | None:
     """Remove a whole number from the entry and return it."""
     value = entry.pop(key, None)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise ValueError(f'"{key}" must be a whole number')
+        other = f' or "{BACKGROUND}"' if key == "priority" else ""
+        raise ValueError(f'"{key}" must be a whole number{other}')
     if key == "n" and value is not None and value < 1:
         raise ValueError('"n" must be at least 1')
     return value

@@ -129,6 +129,7 @@ class BlockAllocator:
         tokens: Seq[int] | None = None,  # the sequence's token ids; None: reuse nothing
         salt: bytes = ROOT,  # only sequences with the same salt share K/V
         spare: int = 0,  # blocks that must stay available
+        gives_way: bool = False,  # whether what it adds to the known content is the first to go
     ) -> PrefixMatch:
         """Start a sequence that owns positions [0, num_tokens) and reuses a cached prefix.
 
@@ -158,7 +159,7 @@ class BlockAllocator:
         row, root = self.block_tables.add_row(), root_hash(salt)
         firsts = [num_full - len(of_group) for of_group in blocks]
         sequence = SequenceBlocks(row, firsts, num_tokens, match.hashes, root)
-        sequence.states = self.states.begin(match)
+        sequence.states, sequence.gives_way = self.states.begin(match), gives_way
         self._sequences[seq_id] = sequence
         for of_group in blocks:
             store.retain(of_group)

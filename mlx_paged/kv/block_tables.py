@@ -174,6 +174,7 @@ class SequenceBlocks:
     hashes: list[bytes] = field(default_factory=list)  # of its registered full blocks
     root: bytes = ROOT  # the parent hash of its first block
     is_reusable: bool = True  # whether its K/V may be registered for reuse
+    gives_way: bool = False  # whether its K/V is the first to go
     # Positions ``[private_start, private_stop)`` may be written without a copy.
     private_start: int = 0
     private_stop: int = 0

@@ -48,6 +48,7 @@ class BlockTransfer:
     # this function; before that the payload is None.
     payload: Any = None
     state: int = 0  # id of the recurrent states
+    note: Any = None  # of what takes it out of the pool
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -135,7 +135,8 @@ class WorthOrder:
         return block in self._idle
 
     def registered(self, known: CachedBlock, before: CachedBlock | None) -> None:
-        if self._ghosts and known.hash in self._ghosts:
+        gives_way = known.uses == FIRST
+        if self._ghosts and known.hash in self._ghosts and not gives_way:
             del self._ghosts[known.hash]
             known.uses = 1
         if before is None:
@@ -144,7 +145,8 @@ class WorthOrder:
         if before.stamp:
             before.stamp = self._new_stamp()  # its entry does not count any more
             before.is_last = False
-        if before.uses > known.uses and before.followers <= FOLLOWERS * (1 + before.used_followers):
+        is_near = before.followers <= FOLLOWERS * (1 + before.used_followers)
+        if before.uses > known.uses and is_near and not gives_way:
             known.uses = before.uses
 
     def used(self, known: CachedBlock, before: CachedBlock | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
-from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.cached_block import FIRST, CachedBlock
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import (
     ABSENT,
@@ -167,6 +167,7 @@ class GroupPrefixes:
         if not sequence.is_reusable:
             return
         parent, size = sequence.prefix_hash(len(sequence.hashes)), self._block_size
+        root, uses = sequence.root, FIRST if sequence.gives_way else 0
         tables = [self._tables.row(sequence.row, group) for group in range(len(self._groups))]
         for i in range(len(sequence.hashes), num_computed // size):
             content = token_bytes(tokens, i * size, (i + 1) * size)
@@ -174,7 +175,7 @@ class GroupPrefixes:
             for group, first in enumerate(sequence.first_entries):
                 if i >= first:
                     block = int(tables[group][i])
-                    self._store.prefixes[group].register(block, parent, content, key, sequence.root)
+                    self._store.prefixes[group].register(block, parent, content, key, root, uses)
                     if self.fresh is not None:
                         self.fresh.append((group, block, key))
             sequence.hashes.append(key)
@@ -191,7 +192,8 @@ class GroupPrefixes:
         content = token_bytes(tokens, num_computed - num_filled, num_computed)
         for group, prefixes in enumerate(self._store.prefixes):
             block = int(self._tables.row(sequence.row, group)[last])
-            prefixes.register(block, sequence.prefix_hash(last), content, root=sequence.root)
+            parent, uses = sequence.prefix_hash(last), FIRST if sequence.gives_way else 0
+            prefixes.register(block, parent, content, root=sequence.root, uses=uses)
         sequence.private_stop = 0
 
     def renumber(self, numbers: Mapping[int, int]) -> None:

@@ -41,14 +41,6 @@ class Retention:
         """As :meth:`drop`, but what later texts were found to begin with is forgotten, too."""
         return self._drop(tokens, salt, spares_used=False)
 
-    def give_up(self, tokens: Sequence[int], salt: bytes) -> None:
-        """Evict a text before all others, as far as no sequence holds it and no later text was
-        found to begin with it."""
-        found, _ = self._found(tokens, salt)
-        for known in (known for _, blocks in found for known in blocks):
-            if known.block in self._store.idle and not known.is_used:
-                self._store.idle.give_up(known)
-
     def forget_all(self, salt: bytes) -> int:
         """Forget all texts of a salt that no sequence holds; returns the number of blocks."""
         root, num_blocks = root_hash(salt), 0

@@ -16,11 +16,16 @@ from weakref import finalize
 
 import numpy as np
 
-FILE_MAGIC = b"mlx_paged K/V 3\n"
+FILE_MAGIC = b"mlx_paged K/V 4\n"
 """First bytes of a pack; they name the version of the format."""
 RECORD, DEAD = b"KVrc", b"dead"
-HEADER = Struct("<4sI32s24sQII")
-"""Magic, CRC of the rest of the header, identity, key, and the payload's bytes and checksums."""
+HEADER = Struct("<4sI32s24s16sIIQII")
+"""Magic, CRC of the rest of the header, identity, key, the fields of an :class:`Origin`, and the
+payload's bytes and checksums."""
+ORIGIN, TOLD = slice(64, 88), Struct("<16sII")
+"""Where the fields of an :class:`Origin` are in a header, and what they are."""
+IS_FIRST, IS_BACKGROUND = 1, 2
+"""Bits of the last of these fields."""
 ROW = 2048
 """Bytes in a row of the words that numpy adds up, faster than zlib computes a CRC of them."""
 PACKS = 64
@@ -43,6 +48,31 @@ def _check_thread() -> None:
     assert getattr(_thread, "may_wait", False), "a disk call on a thread that must not wait"
 
 
+class Origin(NamedTuple):
+    """The text that a record is of, as far as it is told.
+
+    Attributes:
+        parent: the hash of the block before; zeros: there is none, or the record is no block.
+        num_tokens: of the block; 0: the record is no block.
+        is_first: whether the block begins a text.
+        is_background: whether the record is the first to go.
+    """
+
+    parent: bytes = bytes(16)
+    num_tokens: int = 0
+    is_first: bool = False
+    is_background: bool = False
+
+    @property
+    def fields(self) -> tuple[bytes, int, int]:
+        """Its fields of a header."""
+        bits = self.is_first * IS_FIRST + self.is_background * IS_BACKGROUND
+        return self.parent, self.num_tokens, bits
+
+
+NO_ORIGIN = Origin()
+
+
 class Location(NamedTuple):
     """Where a record is. `num_bytes` are the bytes of its payload."""
 
@@ -53,6 +83,15 @@ class Location(NamedTuple):
     @property
     def end(self) -> int:
         return self.offset + HEADER.size + self.num_bytes
+
+
+class Record(NamedTuple):
+    """A record that was found."""
+
+    identity: bytes
+    key: bytes
+    location: Location
+    origin: Origin
 
 
 def _sums(payloads: Any) -> list[tuple[int, int]]:
@@ -84,11 +123,16 @@ def damage(header: Any) -> str | None:
 class PackFiles:
     """The packs of a directory, at most `max_bytes` in all.
 
+    When they are full, a pack goes: one of the background first, then the one unused longest. A
+    pack is of the background if all its records are, and none was read since the directory was
+    opened. A record of the background makes no other pack go.
+
     One process uses a directory at a time. Only :meth:`append` makes files. Nothing in a pack
     changes except the marks of dead records.
 
     Attributes:
         packs: bytes of each pack by its number, the one unused longest first.
+        background: packs of the background.
         written_today: bytes of the packs found that were written in 24 hours, as their times say.
 
     Raises:
@@ -101,7 +145,9 @@ class PackFiles:
         self.packs: OrderedDict[int, int] = OrderedDict()
         self.written_today = 0
         self._pack_bytes = min(MAX_PACK, max_bytes, max(MIN_PACK, max_bytes // PACKS))
-        self._last: int | None = None  # the pack to append to
+        self.background = set[int]()
+        # The pack to append to, for records of the background and for others.
+        self._last: dict[bool, int] = {}
         problem, lock = "", -1
         try:
             self.directory.mkdir(0o700, parents=True, exist_ok=True)
@@ -125,8 +171,8 @@ class PackFiles:
     def path(self, pack: int) -> Path:
         return self.directory / f"{pack:08}.kv"
 
-    def scan(self) -> Iterator[tuple[bytes, bytes, Location] | str]:
-        """Every record, newest pack first: its identity, key and location; of damage a reason."""
+    def scan(self) -> Iterator[Record | str]:
+        """Every record, newest pack first; of damage a reason."""
         _check_thread()
         found = []
         for path in self.directory.glob("*.kv"):
@@ -141,7 +187,8 @@ class PackFiles:
             except OSError:
                 yield "unreadable"
 
-    def _records(self, pack: int, num_bytes: int) -> Iterator[tuple[bytes, bytes, Location] | str]:
+    def _records(self, pack: int, num_bytes: int) -> Iterator[Record | str]:
+        kinds = set[bool]()
         with self.path(pack).open("rb", buffering=0) as file:
             offset, reason = len(FILE_MAGIC), None
             if file.read(offset) != FILE_MAGIC:
@@ -149,17 +196,38 @@ class PackFiles:
             while reason is None and offset < num_bytes:
                 header = os.pread(file.fileno(), HEADER.size, offset)
                 if (reason := damage(header)) is None:
-                    magic, _, identity, key, size, *_ = HEADER.unpack(header)
+                    magic, _, identity, key, *told, size, _, _ = HEADER.unpack(header)
+                    parent, num_tokens, bits = told
+                    is_background = bits & IS_BACKGROUND > 0
+                    origin = Origin(parent, num_tokens, bits & IS_FIRST > 0, is_background)
                     location = Location(pack, offset, size)
                     offset = location.end
                     if offset > num_bytes:
                         reason = "truncated"
                     elif magic == RECORD:
-                        yield identity, key, location
+                        kinds.add(is_background)
+                        yield Record(identity, key, location, origin)
+        if kinds == {True}:
+            self.background.add(pack)
         if reason is not None:
             yield reason
 
-    def append(self, identity: bytes, key: bytes, payload: Any) -> tuple[Location, list[int]]:
+    def first_to_go(self, but: int = 0) -> int:
+        """The pack that is given up first, of all but one; there is one."""
+        others = [pack for pack in self.packs if pack != but]
+        return next((pack for pack in others if pack in self.background), others[0])
+
+    def has_room(self, num_bytes: int, is_background: bool) -> bool:
+        """Whether a payload can be written without a pack that it must not make go."""
+        if not is_background:
+            return True
+        kept = sum(size for pack, size in self.packs.items() if pack not in self.background)
+        last = self.packs.get(self._last.get(True, 0), 0)
+        return kept + last + HEADER.size + num_bytes + len(FILE_MAGIC) <= self.max_bytes
+
+    def append(
+        self, identity: bytes, key: bytes, payload: Any, origin: Origin = NO_ORIGIN
+    ) -> tuple[Location, list[int]]:
         """Write a record; returns its location and the packs that were given up for it.
 
         Raises:
@@ -171,29 +239,30 @@ class PackFiles:
         left = disk.f_bavail * disk.f_frsize - size
         if size > self.max_bytes or left < MIN_FREE * disk.f_blocks * disk.f_frsize:
             raise OSError(errno.ENOSPC, "the disk is too full")
-        pack, is_new = self._last, False
+        kind = origin.is_background
+        pack, is_new = self._last.pop(kind, None), False
         if pack is None or self.packs[pack] + size > self._pack_bytes:
             pack, is_new = max(self.packs, default=0) + 1, True
         file = _private(self.path(pack), os.O_WRONLY | (os.O_EXCL if is_new else 0))
-        self._last = None  # what comes after a torn record is not found again
-        try:
+        try:  # what comes after a torn record is not found again: `_last` has no pack meanwhile
             if is_new:
+                self.background.update([pack] if kind else [])
                 self.packs[pack] = 0
                 self.packs[pack] = os.write(file, FILE_MAGIC)
             self.packs.move_to_end(pack)
             removed = []
-            while self.num_bytes + size > self.max_bytes and next(iter(self.packs)) != pack:
-                removed.append(next(iter(self.packs)))
+            while self.num_bytes + size > self.max_bytes and len(self.packs) > 1:
+                removed.append(self.first_to_go(but=pack))
                 self.remove(removed[-1])
             location = Location(pack, self.packs[pack], len(payload))
             (sums,) = _sums(np.frombuffer(payload, np.uint8)[None])
-            header = _header(identity, key, len(payload), *sums)
+            header = _header(identity, key, *origin.fields, len(payload), *sums)
             if os.pwritev(file, [header, payload], location.offset) != size:
                 raise OSError(errno.ENOSPC, "the disk is full")
         finally:
             self.packs[pack] = os.fstat(file).st_size  # a torn record counts, too
             os.close(file)
-        self._last = pack
+        self._last[kind] = pack
         return location, removed
 
     def read(
@@ -225,7 +294,8 @@ class PackFiles:
             map(bytes, headers), ends, wanted, strict=True
         ):
             top, of_rows = sums[location.num_bytes]
-            expected = _header(identity, key, location.num_bytes, *of_rows[row - top])
+            told = TOLD.unpack(header[ORIGIN])
+            expected = _header(identity, key, *told, location.num_bytes, *of_rows[row - top])
             if location.end > end:
                 yield "truncated" if end else "unreadable"
             elif header == expected:
@@ -238,6 +308,9 @@ class PackFiles:
         """Note that packs were read. Packs that were read lately are given up last, also by a later
         process."""
         _check_thread()
+        if self._last.get(True) in packs:
+            del self._last[True]
+        self.background -= packs
         for pack in packs & self.packs.keys():
             self.packs.move_to_end(pack)
             os.utime(self.path(pack), (time(), self.path(pack).stat().st_mtime))
@@ -252,7 +325,8 @@ class PackFiles:
         """Delete a pack."""
         _check_thread()
         del self.packs[pack]
-        self._last = None if pack == self._last else self._last
+        self.background.discard(pack)
+        self._last = {kind: last for kind, last in self._last.items() if last != pack}
         self.path(pack).unlink(missing_ok=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_paged.kv_disk.packs import Location, PackFiles, allow_disk
+from mlx_paged.kv_disk.packs import NO_ORIGIN, Location, Origin, PackFiles, allow_disk
 
 LOGGER = logging.getLogger(__name__)
 
@@ -120,13 +120,13 @@ class DiskStore:
         """Predict less from now on, so that a slow disk is tried again."""
         self._seconds *= 0.95
 
-    def put(self, key: bytes, payload: Any) -> None:
+    def put(self, key: bytes, payload: Any, origin: Origin = NO_ORIGIN) -> None:
         """Write a payload soon, a buffer that does not change."""
         if key not in self and self.has_room:
             self._pending[key] = payload
             with self._lock:
                 self.staged_bytes += len(payload)
-            self._writer.submit(self._write, key, payload)
+            self._writer.submit(self._write, key, payload, origin)
 
     def load(self, keys: Sequence[bytes]) -> Load:
         """Start to read payloads."""
@@ -177,17 +177,16 @@ class DiskStore:
             if isinstance(found, str):
                 self.dropped[found] += 1
                 continue
-            identity, key, location = found
-            live.add(location.pack)
-            if identity == self._identity:
-                index.setdefault(key, location)
+            live.add(found.location.pack)
+            if found.identity == self._identity:
+                index.setdefault(found.key, found.location)
         self._index = index
         for pack in self._packs.packs.keys() - live:
             with suppress(OSError):
                 self._packs.remove(pack)
         self._written = self._packs.written_today
 
-    def _write(self, key: bytes, payload: Any) -> None:
+    def _write(self, key: bytes, payload: Any, origin: Origin) -> None:
         if monotonic() - self._day > 86400:
             self._written, self._day = 0, monotonic()
         self._written += len(payload)
@@ -195,8 +194,10 @@ class DiskStore:
             if self._written > DAILY_WRITES * self._packs.max_bytes:
                 times = f"{DAILY_WRITES} times its size was written in 24 hours"
                 self._give_up("budget", f"{times}: no more is written until these have passed")
+            elif not self._packs.has_room(len(payload), origin.is_background):
+                self.dropped["background"] += 1
             elif self.is_writable:
-                location, removed = self._packs.append(self._identity, key, payload)
+                location, removed = self._packs.append(self._identity, key, payload, origin)
                 self._index[key] = location
                 self.counts["bytes_written"] += location.num_bytes
                 for old, (pack, *_) in list(self._index.items()) if removed else ():

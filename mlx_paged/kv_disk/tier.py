@@ -12,9 +12,10 @@ from typing import Any
 from mlx_paged.holdings import Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
-from mlx_paged.kv.cached_block import CachedBlock
+from mlx_paged.kv.cached_block import FIRST, CachedBlock
 from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
+from mlx_paged.kv_disk.packs import Origin
 from mlx_paged.kv_disk.store import STAGING, DiskStore, Load
 from mlx_paged.request import Request
 
@@ -108,7 +109,7 @@ class KVDiskTier:
         """Keep what a step has copied."""
         for each in copied:
             try:
-                self.store.put(each.key, each.payload())
+                self.store.put(each.key, each.payload(), each.note)
             except (MemoryError, RuntimeError):  # of a copy only: its step was read without error
                 self.store.dropped["copy"] += 1
 
@@ -154,14 +155,19 @@ class KVDiskTier:
             return
         if known.block in self._coming or self._leaving_bytes >= LEAVING_BYTES:
             return
-        key = block_key(known.hash, group)
+        key, gives_way = block_key(known.hash, group), known.uses == FIRST
         if key not in self.store and key not in self.leaving:
-            blocks = self._allocator.store.blocks_of(known.block)
-            self.leaving[key] = BlockTransfer(key, group, blocks)
+            blocks, is_first = (
+                self._allocator.store.blocks_of(known.block),
+                known.parent == known.root,
+            )
+            origin = Origin(known.parent or bytes(16), size, is_first, gives_way)
+            self.leaving[key] = BlockTransfer(key, group, blocks, note=origin)
             self._leaving_bytes += self._entry_bytes[group]
         beside = self._allocator.leaving(known)
         if beside is None or beside.state in self._coming_states or beside.key in self.store:
             return
+        beside.note = Origin(is_background=gives_way)
         self.leaving[beside.key] = beside
 
     # From the store to the pool

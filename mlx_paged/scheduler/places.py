@@ -285,8 +285,6 @@ class Places:
             if is_continued and length == request.num_computed:
                 self.allocator.keep_end(request.id, request.keys)
         self.allocator.free(request.id)
-        if request.is_background:
-            self.allocator.retention.give_up(request.keys[:length], request.root)
         if request.params.retain is not None:
             self._retain(request, length)
 

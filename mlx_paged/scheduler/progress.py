@@ -121,7 +121,12 @@ class Progress:
         """Take blocks for all tokens of a request, and share those that hold a prefix of `tokens`;
         None: share none. Raises OutOfBlocksError unless `spare` blocks are left."""
         match = self._allocator.admit(
-            request.id, len(request.tokens), tokens=tokens, salt=request.root, spare=spare
+            request.id,
+            len(request.tokens),
+            tokens=tokens,
+            salt=request.root,
+            spare=spare,
+            gives_way=request.is_background,
         )
         request.num_computed = match.num_cached
         if request.num_preempted == 0:

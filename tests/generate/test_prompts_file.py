@@ -172,3 +172,11 @@ def test_a_file_without_prompts_is_a_mistake(lines):
 )
 def test_the_title_is_one_line(spec, title):
     assert spec.title == title
+
+
+def test_a_line_may_be_of_the_background():
+    (spec,) = read_prompts(['{"prompt": "a", "priority": "background"}'], "f")
+    assert spec.priority == "background"
+    for value in ('"low"', '["background"]', "true", "1.5"):
+        with pytest.raises(ValueError, match=r'must be a whole number or "background"'):
+            read_prompts([f'{{"prompt": "a", "priority": {value}}}'], "f")

@@ -56,8 +56,9 @@ def found(made: DiskStore, numbers) -> dict[int, bytes]:
 
 
 def small_packs(directory: Path) -> DiskStore:
-    """A store of 100,000 bytes with packs of 10,000: 60 records of 1,000 bytes are written."""
-    made = open_store(directory, max_bytes=100_000)
+    """A store of ten packs of 10,000 bytes, and 2 records more: 60 records of 1,000 bytes are
+    written, nine a pack."""
+    made = open_store(directory, max_bytes=102_500)
     made._packs._pack_bytes = 10_000
     for number in range(60):
         made.put(key_of(number), payload_of(number))

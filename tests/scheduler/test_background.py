@@ -165,3 +165,81 @@ def test_an_aborted_one_is_promoted_no_more():
     run.scheduler.complete(first)
     run.step()
     assert run.scheduler.waiting.peek() is second
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_one_that_is_promoted_keeps_its_place(policy):
+    run = Run(policy, max_running=1)
+    back = run.add(4, 60, background=True)
+    first = run.add(4, 30)
+    while back.id not in run.running:
+        run.add(4, 30)
+        run.step()
+        assert run.clock() < 100
+    for _ in range(20):
+        run.step()
+    assert run.running == {back.id} and not back.num_preempted
+    assert first.num_generated == 30
+
+
+def test_one_that_lost_its_place_is_promoted_no_more():
+    """It is preempted for want of blocks, and waits for its turn as all others do."""
+    run = Run(Policy.FCFS, num_blocks=16, max_running=2)
+    holder, back = run.add(8, 50), run.add(4, 50, background=True)
+    others = [run.add(4, 3) for _ in range(9)]
+    while back.num_generated < 9:
+        run.step()
+    before = back.num_preempted
+    while back.num_preempted == before:
+        run.step()
+        assert run.clock() < 100
+    assert holder.num_generated < 50 and others[-1] in run.scheduler.waiting
+    assert run.scheduler.waiting.peek() is not back
+
+
+def test_none_is_promoted_while_one_of_them_is_computed():
+    run = Run(Policy.FCFS, max_running=2)
+    run.add(4, 200)
+    first, second = (run.add(4, 200, background=True) for _ in range(2))
+    for _ in range(30):
+        run.step()
+    assert first.num_generated > 20
+    other = run.add(4, 5)
+    assert run.scheduler.waiting.peek() is other
+    run.step()
+    assert other.id in run.running and second in run.scheduler.waiting
+
+
+@pytest.mark.parametrize("seconds", [0, 300])
+def test_the_seconds_count_from_its_arrival_or_its_last_token(seconds):
+    """Before, nothing waits for so long that the scheduler need not look at the clock."""
+    run = Run(Policy.FCFS, max_running=1)
+    run.clock.now += 1000
+    back = run.add(4, 600, background=True)
+    for _ in range(seconds):
+        run.step()
+    others = [run.add(4, 7) for _ in range(3)]
+    for _ in range(9):
+        run.step()
+    assert back.id not in run.running and others[0].num_generated == 7
+    assert back.num_preempted == (seconds > 0)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_its_prompt_comes_after_those_that_began_later(policy):
+    run = Run(policy)
+    back = run.add(100, 1, background=True)
+    run.step()
+    other = run.add(100, 1)
+    for _ in range(6):
+        assert summary(run.step())[0][0] == other.id
+    assert back.num_computed == 16
+
+
+def test_it_gives_way_before_the_client_that_holds_most():
+    run = Run(Policy.FAIR, num_blocks=14)
+    back = run.add(8, 30, background=True)
+    others = [run.add(8, 30) for _ in range(2)]
+    while not run.scheduler.num_preemptions:
+        run.step()
+    assert back.num_preempted and not any(other.num_preempted for other in others)
