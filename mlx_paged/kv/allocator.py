@@ -158,8 +158,8 @@ class BlockAllocator:
 
         row, root = self.block_tables.add_row(), root_hash(salt)
         firsts = [num_full - len(of_group) for of_group in blocks]
-        sequence = SequenceBlocks(row, firsts, num_tokens, match.hashes, root)
-        sequence.states, sequence.gives_way = self.states.begin(match), gives_way
+        sequence = SequenceBlocks(row, firsts, num_tokens, match.hashes, root, gives_way=gives_way)
+        sequence.states = self.states.begin(match)
         self._sequences[seq_id] = sequence
         for of_group in blocks:
             store.retain(of_group)
