@@ -10,6 +10,7 @@ findings.
 """
 
 import argparse
+import gc
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from tests.metal_emulator.apple_rules import (
     split_instantiation,
 )
 
-TOGETHER = 16
+TOGETHER = 64
 """Sources that differ only in their last line, the instantiation, are checked as one text with so
 many such lines."""
 
@@ -103,6 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     languages = LANGUAGES if args.language is None else (args.language,)
     mx.set_default_device(mx.Device(mx.cpu))
+    gc.disable()  # millions of nodes without a cycle: each collection would visit them all
     if args.paths:
         sources = read_sources(args.paths)
         findings, size = check_sources(sources, languages), f"{len(sources)} sources"

@@ -8,12 +8,15 @@ layer is taken with its own sizes and with those of `HEAD_DIMS` and `GROUPS`.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
 
 from mlx_paged import UnsupportedModelError, _ext, ops
+from mlx_paged.attention import prewarm as prewarming
 from mlx_paged.attention.prewarm import AttentionKind, prewarm
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.shapes import KVShape
@@ -108,6 +111,8 @@ def calls_of(
     copied = recorded(metal.plan_copy_blocks, lambda _, arguments: arguments[:2])
     with ExitStack() as patches:
         patches.enter_context(patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)))
+        computed_once = SimpleNamespace(**vars(mx) | {"zeros": lru_cache(mx.zeros)})
+        patches.enter_context(patch.object(prewarming, "mx", computed_once))
         patches.enter_context(patch.object(metal, "has_metal", lambda: True))
         patches.enter_context(patch.object(metal, "plan_attention", planned))
         patches.enter_context(patch.object(ops, "pool_zeros", _zeros_on_a_gpu))

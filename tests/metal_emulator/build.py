@@ -45,9 +45,9 @@ def build_kernels(code: str, mode: Mode) -> Path:
     return cached(".so", parts, compile_to)
 
 
-def check_kernels(code: str, *more_flags: str) -> None:
+def check_kernels(code: str) -> None:
     """Raise CompileError if translated `code` does not compile."""
-    flags = (*_KERNEL_FLAGS, *Mode.FAST.flags, *_LIBRARY_FLAGS, "-fsyntax-only", *more_flags)
+    flags = (*_KERNEL_FLAGS, *Mode.FAST.flags, *_LIBRARY_FLAGS, "-fsyntax-only")
     arguments = ("-ferror-limit=0", *_device_flags(Mode.FAST), "-x", "c++", "-")
     toolchain.clang(*flags, *arguments, source=code)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from .apple_rules.source import MetalSource
-from .apple_rules.syntax_tree import Node, SyntaxTree, children, walk
+from .apple_rules.syntax_tree import Node, SyntaxTree, walk
 from .language.attributes import Attributes
 from .language.tokens import TokenList
 
@@ -45,15 +45,15 @@ def library_names() -> frozenset[str]:
 
 
 def _library(node: Node) -> Iterator[str]:
-    if node.get("name"):
-        yield node["name"]
-    if node["kind"] in ("NamespaceDecl", "LinkageSpecDecl", "EnumDecl", "CXXRecordDecl"):
-        for child in children(node):
+    if node.name:
+        yield node.name
+    if node.kind in ("NamespaceDecl", "LinkageSpecDecl", "EnumDecl", "CXXRecordDecl"):
+        for child in node.children:
             yield from _library(child)
 
 
 def _declared(tree: SyntaxTree) -> Iterator[str]:
     for top in tree.own:
         for node in walk(top):
-            if node["kind"].endswith("Decl") and node.get("name"):
-                yield node["name"]
+            if node.kind.endswith("Decl") and node.name:
+                yield node.name

@@ -44,20 +44,32 @@ def is_required() -> bool:
     return os.environ.get("METAL_EMULATOR_REQUIRED") == "1"
 
 
-def clang(*arguments: str, source: str | None = None, may_fail: bool = False) -> str:
+def clang(*arguments: str, source: str | None = None) -> str:
     """Run clang++, as `run` does."""
-    return run("clang++", "-fno-color-diagnostics", *arguments, source=source, may_fail=may_fail)
+    return run("clang++", "-fno-color-diagnostics", *arguments, source=source)
 
 
-def run(program: str, *arguments: str, source: str | None = None, may_fail: bool = False) -> str:
+def output_of_clang(*arguments: str, source: str) -> tuple[str, str]:
+    """What clang++ prints of a source, also of one that it refuses, and its errors."""
+    result = _completed("clang++", "-fno-color-diagnostics", *arguments, source=source)
+    return result.stdout, result.stderr
+
+
+def run(program: str, *arguments: str, source: str | None = None) -> str:
     """Run a program, with `source` as its standard input if given. Returns its standard output."""
+    result = _completed(program, *arguments, source=source)
+    if result.returncode != 0:
+        raise CompileError(result.stderr.strip())
+    return result.stdout
+
+
+def _completed(
+    program: str, *arguments: str, source: str | None
+) -> "subprocess.CompletedProcess[str]":
     if missing():
         raise ToolchainMissing(missing())
     command = [f"{program}-{VERSION}", *arguments]
-    result = subprocess.run(command, input=source, capture_output=True, text=True)
-    if result.returncode != 0 and not may_fail:
-        raise CompileError(result.stderr.strip())
-    return result.stdout
+    return subprocess.run(command, input=source, capture_output=True, text=True)
 
 
 @functools.cache

@@ -13,11 +13,11 @@ from .language.translation import translate
 from .mlx_headers import KERNELS
 from .preprocess import preprocess
 
-_OPENCL_HEADER = Path(__file__).parent / "opencl" / "metal.h"
+OPENCL_HEADERS = Path(__file__).parent / "opencl"
 OPENCL_FLAGS = (
     *("-target", "x86_64-linux-gnu", "-x", "clcpp", "-cl-std=clc++2021", "-cl-no-stdinc"),
     *("-Xclang", "-cl-ext=+cl_khr_fp16", "-cl-single-precision-constant"),
-    *("-w", "-fsyntax-only", "-ferror-limit=0", "-include", str(_OPENCL_HEADER)),
+    *("-fsyntax-only", "-ferror-limit=0", "-include", str(OPENCL_HEADERS / "metal.h")),
 )
 _DIAGNOSTIC = re.compile(
     r"(?P<file>[^\s:]+):(?P<line>\d+):\d+: (?P<kind>(?:fatal )?error|note): (?P<text>.*)"
@@ -76,7 +76,7 @@ def _place(message: str) -> tuple[str, int]:
 
 def _opencl_errors(text: str) -> list[str]:
     try:
-        toolchain.clang(*OPENCL_FLAGS, "-", source=to_opencl(text))
+        toolchain.clang(*OPENCL_FLAGS, "-w", "-", source=to_opencl(text))
     except toolchain.CompileError as error:
         return [str(d) for d in parse_diagnostics(str(error)) if not d.is_false_alarm()]
     return []

@@ -4,10 +4,8 @@ import re
 from collections.abc import Iterator
 
 from .. import toolchain
-from ..build import check_kernels
 from ..language import threadgroup_variables
 from ..language.declarations import Kind
-from ..language.translation import translate
 from ..typecheck import parse_diagnostics
 from .source import MetalSource
 
@@ -85,14 +83,10 @@ def cxx17(source: MetalSource) -> Found:
         token = source.written[index]
         if token.text in _NEWER_ATTRIBUTES and source.written[index - 2].text == "[":
             yield _written_place(source, index), f"C++14 has no attribute {token.text}"
-    warnings = "-Werror=pre-c++17-compat"
-    try:
-        check_kernels(translate(source.preprocessed).code, warnings)
-    except toolchain.CompileError as error:
-        for diagnostic in parse_diagnostics(str(error)):
-            if "incompatible with C++ standards before C++17" in diagnostic.message:
-                place, _, message = str(diagnostic).partition(": ")
-                yield place, message
+    for diagnostic in parse_diagnostics(source.tree.errors):
+        if "incompatible with C++ standards before C++17" in diagnostic.message:
+            place, _, message = str(diagnostic).partition(": ")
+            yield place, message
 
 
 def kernel_before_template(source: MetalSource) -> Found:

@@ -53,8 +53,7 @@ def parameter_struct(launch: Launch, call: Call) -> Found:
     for parameter in _signature(launch).parameters:
         if parameter.kind == "buffer" and int(parameter.index) == index:
             name = next(w for w in parameter.words if w not in ("const", "constant", "&", "*"))
-            template, _ = split_instantiation(launch["source"])
-            if not _has_size(template, name, len(params)):
+            if not _has_size(_template(launch["source"]), name, len(params)):
                 message = f"{name} is not {len(params)} bytes in Metal, as it is on the host"
                 yield launch["kernel"], message
 
@@ -103,7 +102,7 @@ def _num_bytes(call: Call, role: str, which: int) -> int:
 
 def _signature(launch: Launch) -> KernelSignature:
     """Arguments and function constants: those of the template, for all its instances."""
-    template, _ = split_instantiation(launch["source"])
+    template = _template(launch["source"])
     if template not in _signatures:
         translation = translate(preprocess(launch["source"], "launch.metal", []))
         _signatures[template] = translation.kernels[launch["kernel"]]
@@ -111,11 +110,16 @@ def _signature(launch: Launch) -> KernelSignature:
 
 
 @lru_cache(maxsize=512)
+def _template(source: str) -> str:
+    return split_instantiation(source)[0]
+
+
+@lru_cache(maxsize=512)
 def _has_size(template: str, struct: str, num_bytes: int) -> bool:
     text = to_opencl(preprocess(template, "launch.metal", []))
     text += f'\nstatic_assert(sizeof({struct}) == {num_bytes}, "");\n'
     try:
-        toolchain.clang(*OPENCL_FLAGS, "-", source=text)
+        toolchain.clang(*OPENCL_FLAGS, "-w", "-", source=text)
     except toolchain.CompileError:
         return False
     return True
