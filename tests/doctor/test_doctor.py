@@ -12,7 +12,7 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.doctor import command as doctor
-from mlx_paged.doctor import flags, machine, sources
+from mlx_paged.doctor import flags, machine, sources, variants
 from mlx_paged.doctor.__main__ import main
 from mlx_paged.doctor.findings import Findings, run_check
 from mlx_paged.doctor.variants import common_variants
@@ -258,9 +258,57 @@ class TestSources:
             monkeypatch,
             tmp_path,
             '#!/bin/sh\nfor source; do :; done\n[ "$source" = --version ] && exit 0\n'
-            'case "$source" in *copy_blocks_half*) echo "line 3: no such type" >&2; exit 1;; esac\n'
+            'case "$source" in *copy_blocks*) echo "line 3: no such type" >&2; exit 1;; esac\n'
             'exec test -s "$source"\n',
         )
-        assert [failure.split(":")[0][:16] for failure in found.failures] == ["copy_blocks_half"]
+        assert [failure.split(":")[0][:11] for failure in found.failures] == ["copy_blocks"]
         assert "no such type" in found.failures[0]
         assert found.numbers["compiled"] == found.numbers["assembled"] - 1 > 20
+
+    @pytest.mark.parametrize(
+        ("macos", "language"),
+        [
+            *(
+                ("14.0", "3.1"),
+                ("14.8.2", "3.1"),
+                ("15.7", "3.2"),
+                ("26.2", "4.0"),
+                ("27.0", "4.1"),
+            ),
+            *(("28.1", "4.1"), ("16.0", "3.2"), ("13.6", "3.1"), ("", "3.1"), ("next", "3.1")),
+        ],
+    )
+    def test_the_version_is_that_of_mlx(self, macos, language):
+        assert sources.language_of(macos) == language
+
+    @pytest.mark.parametrize(
+        ("macos", "known", "compiled_as"),
+        [
+            ("27.0", "4.1", "4.1"),
+            ("27.0", "3.2", "3.2"),
+            ("26.4", "4.0", "4.0"),
+            ("15.1", "3.1", "3.1"),
+        ],
+    )
+    def test_sources_are_compiled_in_the_version_of_the_system(
+        self, macos, known, compiled_as, monkeypatch, tmp_path
+    ):
+        """Or in the newest one that Xcode knows."""
+        monkeypatch.setattr(sources, "all_variants", lambda: [*variants.all_variants()][:1])
+        (tmp_path / "sw_vers").write_text(
+            f'#!/bin/sh\n[ "$1" = -productVersion ] && echo {macos}\n'
+        )
+        (tmp_path / "sw_vers").chmod(0o755)
+        found = found_with_xcrun(
+            monkeypatch,
+            tmp_path,
+            f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\nfor given; do\n'
+            'case "$given" in -std=metal*) version=${given#-std=metal};; esac\ndone\n'
+            f'[ "$given" = --version ] && exit 0\n[ "${{version%.*}}${{version#*.}}" -le '
+            f'{known.replace(".", "")} ] || {{ echo "invalid value" >&2; exit 1; }}\n',
+        )
+        assert found.ok and f"compiled by Xcode as Metal {compiled_as}" in found.text()
+        is_older = compiled_as != sources.language_of(macos)
+        assert ("which this Xcode does not know" in found.text()) is is_older
+        last = (tmp_path / "asked").read_text().splitlines()[-1]
+        assert f"-std=metal{compiled_as} " in last
