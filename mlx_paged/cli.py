@@ -221,7 +221,9 @@ def engine_flags(stall: Flag | None = None, policy: Flag | None = None) -> list[
         *((flag, _only(n), n, "N", f"only {n} is accepted") for flag, n in QUANTIZATION.items()),
         stall or flag_of("max_stall_ms"),
         policy or flag_of("policy"),
-        *map(flag_of, ("preempt", "compile", "cpu_linear", "cascade", "prefix_cache")),
+        *map(
+            flag_of, ("preempt", "compile", "cpu_linear", "cascade", "prefix_cache", "max_pinned")
+        ),
         *map(flag_of, ("kv_disk", "kv_disk_gb", "speculate")),
         *map(flag_of, ("draft_model", "draft_head", "num_draft_tokens")),
         *map(flag_of, ("adapters", "adapter_memory")),

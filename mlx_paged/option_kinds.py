@@ -114,6 +114,18 @@ class Gigabytes(Kind):
         return read_number(text, float, 1e-9, 1e6, "a number of GB above 0")
 
 
+@dataclass(frozen=True)
+class Part(Kind):
+    """A part of something: a number from 0 to 1."""
+
+    def check(self, op: str, name: str, value: Any) -> float:
+        require(is_real(value) and 0 <= value <= 1, op, name, value, "a number from 0 to 1")
+        return float(value)
+
+    def read(self, text: str) -> float:
+        return read_number(text, float, 0, 1, "a number from 0 to 1")
+
+
 GIGABYTES = Gigabytes()
 
 

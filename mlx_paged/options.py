@@ -19,6 +19,7 @@ from mlx_paged.option_kinds import (
     Name,
     NamedPaths,
     OnOff,
+    Part,
     Path,
     Paths,
     SomeBytes,
@@ -212,6 +213,13 @@ class PoolConfig:
         OnOff(),
         "share the K/V of prompts that start with the same tokens.",
         OptionFlag("--no-prefix-cache", "do not share the K/V of equal prefixes"),
+    )
+    max_pinned: float = option(
+        0.25,
+        Part(),
+        "the part of the pool that one owner, a `cache_salt`, may pin. All together may pin half of"
+        " the pool.",
+        OptionFlag("--max-pinned", "part of the pool that one cache_salt may pin", "SHARE"),
     )
     snapshot_memory: int | None = option(
         None,

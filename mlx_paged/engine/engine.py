@@ -68,6 +68,8 @@ class Engine(ModelCore):
             "fewest-generated". Its tokens are computed again, with the same result.
         seed: seed of the random streams of requests that have none of their own.
         prefix_cache: share the K/V of prompts that start with the same tokens.
+        max_pinned: the part of the pool that one owner, a `cache_salt`, may pin. All together may
+            pin half of the pool.
         snapshot_memory: bytes for copies of the states of recurrent layers. Models with such layers
             need these copies to share prefixes; 0: they do not share them. Default: four copies for
             each running request, but at most a quarter of the memory that the device can spare.
@@ -135,6 +137,7 @@ class Engine(ModelCore):
         preempt: PreemptionPolicy | str = PreemptionPolicy.NEWEST,
         seed: int | None = None,
         prefix_cache: bool = True,
+        max_pinned: float = 0.25,
         snapshot_memory: int | None = None,
         lookahead: bool = True,
         prewarm: bool | None = True,
@@ -174,6 +177,7 @@ class Engine(ModelCore):
             preempt=preempt,
             seed=seed,
             prefix_cache=prefix_cache,
+            max_pinned=max_pinned,
             snapshot_memory=snapshot_memory,
             lookahead=lookahead,
             prewarm=prewarm,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,7 @@ from mlx_paged.holdings import Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.default_pool import Beside, Needs, default_blocks
+from mlx_paged.kv.eviction import WorthOrder
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.limits import HeldLimits, is_wired
 from mlx_paged.kv.memory import (
@@ -170,6 +172,7 @@ class PooledModel:
             self.plan.groups,
             self.longest_chunk,
             measured.states.kind(),
+            partial(WorthOrder, max_pinned=config.max_pinned),
         )
         self._has_compiled, self._kernel_seconds = measured.has_compiled, measured.kernel_seconds
         self._budget = measured.budget

@@ -26,7 +26,7 @@ PARSERS = {
     "server": make_server_parser,
     "chat": make_chat_parser,
 }
-OWN_DEFAULTS = {("server", "max_stall_ms"): 150.0}
+OWN_DEFAULTS = {("server", "max_stall_ms"): 150.0, ("server", "policy"): "fair"}
 """Defaults that a command has otherwise than the engine, by the command and the option."""
 
 

@@ -288,3 +288,14 @@ def test_what_ended_is_not_kept():
         assert len(turns._heap) <= 810
     queue.remove(requests[-1])
     assert not whole.parts and not queue
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_delay_another_client_by_two_steps():
+    alone = steps_to_first_token(make_engine(), ("few",), 3 * CHUNK)
+    engine = make_engine()
+    flood(engine, random.Random(7), 10_000, 60)
+    for _ in range(20):
+        engine.step()
+        assert steps_to_first_token(engine, ("few",), 3 * CHUNK) <= alone + 2
+    assert len(engine.scheduler.waiting) > 9_000

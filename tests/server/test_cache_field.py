@@ -67,9 +67,26 @@ def test_a_wish_that_is_not_granted_is_no_error(server):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "cache",
-    ["pin", [], {"keep": 1}, *({"retain": x} for x in ("keep", -1, WEEK + 1, True, 10**400, [1]))],
+    [
+        "pin",
+        [],
+        {"keep": 1},
+        {"retain": float("nan")},
+        {"retain": "p\u0456n"},
+        {"retain": "x" * 10**6},
+        {f"k{i}": 1 for i in range(999)},
+        *({"retain": x} for x in ("keep", -1, WEEK + 1, True, 10**400, [1])),
+    ],
     ids=lambda cache: repr(cache)[:30],
 )
 def test_another_wish_is_refused(server, path, cache):
     status, _, body = ask(server, path, "x", cache=cache)
     assert status == 400 and "cache" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("share", ["0", "0.5"])
+def test_the_share_of_an_owner_is_a_flag(share):
+    with live("--max-context", "128", "--max-pinned", share) as server:
+        assert allocator(server).store.idle.pins.share == float(share)
+        usage = ask(server, "/v1/completions", [5] * 40, cache={"retain": "pin"})[2]["usage"]
+        assert usage["cache"]["reason"] == ("max_pinned" if share == "0" else None)
