@@ -138,6 +138,9 @@ class Eagle3Head(Head):
                     f"embed_tokens.weight: expected one, because the model's width is {sizes[1]}"
                 )
             self._embed = lambda tokens: embeddings(tokens)
+        if any(isinstance(module, nn.QuantizedLinear) for module in self.modules()):
+            # Scales of the model's type have the fast products that the model has.
+            self.set_dtype(embeddings(mx.array([0])).dtype)
 
     @property
     def has_embeddings(self) -> bool:

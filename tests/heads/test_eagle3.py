@@ -96,6 +96,21 @@ def test_a_quantized_head_guesses_as_its_own_weights_say(tmp_path, bits):
     assert compared(out, target, Eagle3Reference(weights), (1, 2, 3)) > 12
 
 
+def test_a_quantized_head_computes_in_the_type_of_the_model(tmp_path):
+    target, file = tiny_model("llama"), str(tmp_path / "model.safetensors")
+    tensors = {
+        n: mx.array(a) for n, a in write_head(tmp_path, target_width=64, vocab_size=VOCAB).items()
+    }
+    is_float = {n for n, a in tensors.items() if a.dtype == mx.float32}
+    mx.save_safetensors(
+        file, {n: a.astype(mx.float16) if n in is_float else a for n, a in tensors.items()}
+    )
+    main(["extract", str(tmp_path), str(tmp_path / "out"), "--bits", "4"])
+    states = [mx.ones((1, 1, 64))] * 3
+    for path, expected in ((tmp_path, mx.float16), (tmp_path / "out", mx.float32)):
+        assert open_head(path, target).fuse(states).dtype == expected
+
+
 def test_a_quantization_that_is_not_read_is_refused(tmp_path, capsys):
     target = tiny_model("llama")
     written(tmp_path, target, {})
