@@ -6,12 +6,22 @@ take turns step by step, so that other load on the machine meets all three; a ra
 the turns. Processor time is that of all threads, those that wait for work included.
 
     python -m bench.adapters --model smollm2-bfloat16
+
+With ``--many N``, N adapters are loaded from their folders one after another, and each serves a
+token at once, while `--rows` requests without adapters stream: seconds of a load, of the load and
+its first token, and the longest time between two tokens of a stream before and meanwhile.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -21,11 +31,14 @@ from bench.command import print_result, table
 from bench.flags.adapters import parse
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
-from mlx_paged import Engine
+from mlx_paged import Engine, EngineService, SamplingParams
 from mlx_paged.adapters.places import places_of
+from mlx_paged.engine.ticket import Ticket
 
 SIZE = 0.02
 """Of the numbers of a factor."""
+QUIET_S = 3.0
+"""How long streams run before the first load."""
 WARM_UP = 6
 """Steps that are not timed."""
 
@@ -66,10 +79,82 @@ def seconds_of(engine: Engine) -> tuple[float, float]:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
+def write_adapters(folder: Path, model: nn.Module, args: argparse.Namespace) -> list[Path]:
+    """Folders of `many` adapters as mlx_lm.lora writes them, in the dtype of their layers."""
+    config = {"fine_tune_type": "lora", "num_layers": -1}
+    config["lora_parameters"] = {"rank": args.rank, "scale": 1.0, "dropout": 0.0}
+    dtype = next(iter(places_of(model).values())).dtype
+    paths = [folder / f"a{i}" for i in range(args.many)]
+    for seed, path in enumerate(paths):
+        path.mkdir()
+        arrays = random_factors(model, args.rank, seed)
+        halves = {name: each.astype(dtype) for name, each in arrays.items()}
+        mx.save_safetensors(str(path / "adapters.safetensors"), halves)
+        (path / "adapter_config.json").write_text(json.dumps(config))
+    return paths
+
+
+class Streams:
+    """Requests without adapters that stream, and the times of their tokens."""
+
+    def __init__(self, service: EngineService, args: argparse.Namespace) -> None:
+        params = SamplingParams(max_tokens=4000, ignore_eos=True)
+        prompts = random_prompts(args.rows, args.prompt_tokens, args.model)
+        self._tickets = [service.submit(prompt, params) for prompt in prompts]
+        self._times: list[list[float]] = [[] for _ in prompts]
+        for pair in zip(self._tickets, self._times, strict=True):
+            Thread(target=self._read, args=pair, daemon=True).start()
+
+    @staticmethod
+    def _read(ticket: Ticket, times: list[float]) -> None:
+        for _ in ticket:
+            times.append(time.perf_counter())
+
+    def longest_gap(self, start: float) -> float:
+        """Seconds between two tokens of a stream from `start` on, at most."""
+        late = [[t for t in times if t >= start] for times in self._times]
+        return max((b - a for times in late for a, b in pairwise(times)), default=0.0)
+
+    def end(self) -> None:
+        for ticket in self._tickets:
+            ticket.abort()
+
+
+def load_many(model: nn.Module, args: argparse.Namespace) -> None:
+    """Print what loads of many adapters cost."""
+    with TemporaryDirectory() as folder:
+        paths = write_adapters(Path(folder), model, args)
+        engine = Engine(model, adapters={}, max_running=args.rows + 1)
+        with EngineService(engine) as service:
+            streams = Streams(service, args)
+            time.sleep(QUIET_S)
+            quiet = streams.longest_gap(0.0)
+            loads, firsts, start = list[float](), list[float](), time.perf_counter()
+            for path in paths:
+                began = time.perf_counter()
+                files = engine.read_adapter(path.name, path)
+                service.call(partial(Engine.load_adapter, name=path.name, path=files))
+                loads.append(time.perf_counter() - began)
+                params = SamplingParams(max_tokens=1, adapter=path.name)
+                service.submit([1, 2, 3], params).result()
+                firsts.append(time.perf_counter() - began)
+            gap = streams.longest_gap(start)
+            streams.end()
+        size = next(iter(engine.adapters.values())).num_bytes
+    found = {"megabytes": round(size / 1e6, 1), "quiet_gap_s": quiet, "gap_s": gap}
+    for name, seconds in {"load": loads, "first_token": firsts}.items():
+        found |= {f"{name}_median_s": median(seconds), f"{name}_longest_s": max(seconds)}
+    rows = [["what", "value"], *([name, f"{value:.3f}"] for name, value in found.items())]
+    print(table(rows))
+    print_result("adapters", vars(args) | found)
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
     model = named_model(args.model)
+    if args.many is not None:
+        return load_many(model, args)
     each = [f"a{i}" for i in range(args.rows)]
     courses = {"none": [None] * args.rows, "one": each[:1] * args.rows, "each": each}
     engines = {course: decoding(model, names, args) for course, names in courses.items()}

@@ -81,9 +81,10 @@ def factors_of(
     factors = {
         path: _checked(places[path], pair, scale_of, is_peft) for path, pair in pairs.items()
     }
-    mx.eval(list(factors.values()))
-    for path, pair in factors.items():
-        if not all(bool(mx.isfinite(each).all()) for each in pair):
+    are_finite = {p: [mx.isfinite(each).all() for each in pair] for p, pair in factors.items()}
+    mx.eval(list(factors.values()), list(are_finite.values()))
+    for path, pair in are_finite.items():
+        if not all(bool(each) for each in pair):
             raise ValueError(f"the factors of {path} have NaN or infinity: expected finite numbers")
     return factors
 

@@ -26,6 +26,15 @@ SMALLEST_CLASS = 8
 """Ranks below it count as it: an array with fewer columns saves no time."""
 
 
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What an adapter's folder had when it was read, and the hash of its numbers."""
+
+    folder: Path
+    factors: Factors
+    key: bytes
+
+
 @dataclass(eq=False)
 class Adapter:
     """One version of an adapter. Requests hold the version with which they began; it leaves the
@@ -70,6 +79,7 @@ class AdapterStore:
         self._numbers = count(1)
         self._alive = set[int]()  # numbers of adapters that somebody has
         self._rows: tuple[Any, LowRankTerms] | None = None  # of the latest batch
+        self._latest: tuple[int, Factors] | None = None  # that was read, until a step uses it
         self.loads = 0  # of adapters into the stacks
 
     @classmethod
@@ -80,7 +90,7 @@ class AdapterStore:
             return None
         store = cls(model, config.adapter_memory)
         for name, path in config.adapters.items():
-            store.load_folder(name, Path(path))
+            store.load(name, store.read(name, Path(path)))
         return store
 
     @property
@@ -113,20 +123,31 @@ class AdapterStore:
             raise ValueError(f"[SamplingParams] adapter is {shown(name)}: expected one of {known}")
         return found
 
-    def load_folder(self, name: str, folder: Path) -> Adapter:
-        """Give an adapter in a folder a name, which may have been another adapter's. Raises
-        ValueError and OSError as :func:`read_adapter`."""
+    def read(self, name: str, folder: Path) -> AdapterFiles:
+        """The adapter in a folder, for :meth:`load`. Any thread may call it. Raises ValueError as
+        :func:`read_adapter`, with the name before the message."""
         folder = folder.resolve()
-        return self._add(name, _read(name, folder, self.layers.places), folder, 1.0)
+        factors = _read(name, folder, self.layers.places)
+        return AdapterFiles(folder, factors, content_key(factors))
+
+    def load(self, name: str, files: AdapterFiles) -> Adapter:
+        """Give an adapter that was read a name, which may have been another adapter's. Raises
+        ValueError if it is larger than the budget."""
+        made = self._add(name, files.factors, files.key, files.folder, 1.0)
+        self._latest = made.number, files.factors
+        return made
 
     def load_arrays(self, name: str, arrays: Mapping[str, mx.array], scale: float) -> Adapter:
-        """The same of arrays by the names that mlx-lm gives them; see :meth:`load_folder`."""
+        """The same of arrays by the names that mlx-lm gives them. Raises ValueError as
+        :func:`factors_of`."""
         if not (is_real(scale) and np.isfinite(scale)):
             raise ValueError(f"scale is {shown(scale)}: expected a finite number")
         factors = factors_of(arrays, self.layers.places, lambda *_: float(scale))
-        return self._add(name, factors, None, float(scale))
+        return self._add(name, factors, content_key(factors), None, float(scale))
 
-    def _add(self, name: str, factors: Factors, folder: Path | None, scale: float) -> Adapter:
+    def _add(
+        self, name: str, factors: Factors, key: bytes, folder: Path | None, scale: float
+    ) -> Adapter:
         rank = max(a.shape[-2] for a, _ in factors.values())
         size_class = max(SMALLEST_CLASS, 1 << (rank - 1).bit_length())
         places = self.layers.places
@@ -138,9 +159,8 @@ class AdapterStore:
             )
         kept = factors if folder is None else None
         adapter = Adapter(
-            name, content_key(factors), next(self._numbers), size_class, num_bytes, folder, kept,
-            scale,
-        )  # fmt: skip
+            name, key, next(self._numbers), size_class, num_bytes, folder, kept, scale
+        )
         self._alive.add(adapter.number)
         finalize(adapter, self._alive.discard, adapter.number)
         self._named[name] = adapter
@@ -157,6 +177,8 @@ class AdapterStore:
     def _forget_dead(self) -> None:
         """Give up the slots of adapters that nobody has, and stacks without a slot in use."""
         self._rows = None
+        if self._latest is not None and self._latest[0] not in self._alive:
+            self._latest = None
         for rank, stacks in list(self._stacks.items()):
             for number in stacks.slots.keys() - self._alive:
                 del stacks.slots[number]
@@ -235,6 +257,9 @@ class AdapterStore:
         if adapter.factors is not None:
             return adapter.factors
         assert adapter.folder is not None
+        if self._latest is not None and self._latest[0] == adapter.number:
+            factors, self._latest = self._latest[1], None
+            return factors
         factors = _read(adapter.name, adapter.folder, self.layers.places)
         if content_key(factors) != adapter.key:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.adapters.store import Adapter, AdapterStore
+from mlx_paged.adapters.store import Adapter, AdapterFiles, AdapterStore
 from mlx_paged.arguments import require, require_flags
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.models import EngineParts
@@ -44,8 +44,16 @@ class ModelCore(EngineCore):
         """The adapters that requests may have, by name. Any thread may read them."""
         return {} if self._models.adapters is None else self._models.adapters.named
 
+    def read_adapter(self, name: str, path: str | PathLike[str]) -> AdapterFiles:
+        """What :meth:`load_adapter` takes in the place of a path. Any thread may call this, beside
+        the thread that steps: the files are read, converted and hashed here. Raises ValueError as
+        :meth:`load_adapter`."""
+        is_path = isinstance(path, str | PathLike)
+        require(is_path, "load_adapter", "path", path, "the folder of an adapter")
+        return self._adapters("load_adapter", name).read(name, Path(path))
+
     @exclusive
-    def load_adapter(self, name: str, path: str | PathLike[str]) -> Adapter:
+    def load_adapter(self, name: str, path: str | PathLike[str] | AdapterFiles) -> Adapter:
         """Give an adapter in a folder of ``mlx_lm.lora`` or PEFT a name. If another one has the
         name, requests under way keep that one, and new requests get the new one.
 
@@ -53,9 +61,8 @@ class ModelCore(EngineCore):
             ValueError: the engine was made without `adapters`, or the folder has no adapter of the
                 model's linear layers, or the adapter is larger than `adapter_memory`.
         """
-        is_path = isinstance(path, str | PathLike)
-        require(is_path, "load_adapter", "path", path, "the folder of an adapter")
-        return self._adapters("load_adapter", name).load_folder(name, Path(path))
+        files = path if isinstance(path, AdapterFiles) else self.read_adapter(name, path)
+        return self._adapters("load_adapter", name).load(name, files)
 
     @exclusive
     def unload_adapter(self, name: str) -> None:

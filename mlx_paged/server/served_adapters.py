@@ -68,7 +68,9 @@ class ServedAdapters:
         known = self._args.adapters
         if name not in known and len(known) >= MOST_NAMES:
             raise ValueError(f"adapters: {MOST_NAMES} have names, expected no more: unload some")
-        service.call(lambda engine: engine.load_adapter(name, folder))
+        read = service.call(lambda engine: engine.read_adapter)
+        files = read(name, folder)  # in this thread: steps go on meanwhile
+        service.call(lambda engine: engine.load_adapter(name, files))
         known[name] = folder
 
     def load_named(self, service: EngineService, body: Any, served: list[str]) -> str:

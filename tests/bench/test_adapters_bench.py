@@ -12,3 +12,13 @@ def test_three_courses_decode(capsys):
     assert result["bench"] == "adapters" and list(result["courses"]) == ["none", "one", "each"]
     assert all(course["tokens_s"] > 0 for course in result["courses"].values())
     assert result["courses"]["none"]["of_none"] == 1.0
+
+
+def test_loads_beside_streams(capsys, monkeypatch):
+    monkeypatch.setattr(adapters, "QUIET_S", 0.1)
+    adapters.main(["--model=tiny", "--rows=2", "--rank=2", "--many=3"])
+    *_, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert (
+        result["megabytes"] > 0 and result["first_token_longest_s"] >= result["load_median_s"] > 0
+    )

@@ -1,13 +1,17 @@
 """Adapters come, change and go while requests run; K/V of one is never that of another."""
 
 import gc
+import threading
+from argparse import Namespace
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import Engine, SamplingParams
+from mlx_paged import Engine, EngineService, SamplingParams
+from mlx_paged.adapters import store
+from mlx_paged.server.served_adapters import ServedAdapters
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 from tests.support.models.architectures import VOCAB, build
 
@@ -115,11 +119,11 @@ def test_adapters_are_evicted_by_use_and_read_again(folders, alone):
     one = made(adapters=folders)._models.adapters
     size = max(adapter.num_bytes for adapter in one.named.values())
     engine = made(adapters=folders, adapter_memory=2 * size)
-    store = engine._models.adapters
+    stacks = engine._models.adapters
     for name in ("a", "b", "c", "d", "a", "c", "b"):
         assert tokens_of(engine, name) == alone(name)
-        assert store.num_bytes <= 2 * size
-    assert store.loads > 4
+        assert stacks.num_bytes <= 2 * size
+    assert stacks.loads > 4
     names = [*folders, None, *folders]
     params = [SamplingParams(max_tokens=TOKENS, adapter=name) for name in names]
     done = engine.generate([PROMPT] * len(names), params)  # more than the budget, in one step
@@ -139,6 +143,23 @@ def test_a_folder_that_changes_ends_only_its_requests(folders, alone, tmp_path):
     assert "has changed" in done[0].error
     assert [each.tokens for each in done[1:]] == [alone("a"), alone(None)]
     engine.manager.check_integrity()
+
+
+def test_a_folder_is_read_once_and_beside_the_engines_thread(folders, alone, monkeypatch):
+    threads, read = [], store.read_adapter
+
+    def recorded(*args):
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(store, "read_adapter", recorded)
+    engine = made()
+    served = ServedAdapters(Namespace(adapters_dir=str(folders["a"].parent), adapters=None))
+    with EngineService(engine) as service:
+        assert served.use(service, "a") == "a"
+        params = SamplingParams(max_tokens=TOKENS, adapter="a")
+        assert service.submit(PROMPT, params).result().tokens == alone("a")
+    assert threads == [threading.current_thread()]
 
 
 def test_forks_and_beams_inherit(folders, alone):
