@@ -172,6 +172,18 @@ def tenants() -> Trace:
     return author.trace
 
 
+def crowd() -> Trace:
+    """Ten conversations that go on together and have twice the tokens of the pool, some with more
+    turns than others: whatever is evicted, some turns have to compute tokens a second time."""
+    author = Author("crowd")
+    system = author.piece(300, 300)
+    talks = [Talk(author, f"talk {i}", [system, author.piece(400, 1200)]) for i in range(10)]
+    for _ in range(160):
+        (talk,) = author.random.choices(talks, (8, 6, 4, 4, 2, 2, 2, 1, 1, 1))
+        talk.turn(40, 240, 60, wait=110)
+    return author.trace
+
+
 TRACES: dict[str, Callable[[], Trace]] = {
     "chat alone": chat(0),
     "chat beside 1x": chat(1),
@@ -179,5 +191,6 @@ TRACES: dict[str, Callable[[], Trace]] = {
     "chat beside 10x": chat(10),
     "agents": agents,
     "tenants": tenants,
+    "crowd": crowd,
 }
 """By name: what writes each trace."""
