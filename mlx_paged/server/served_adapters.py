@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 from mlx_paged.adapters.formats import CONFIG, MLX_TENSORS, PEFT_TENSORS
@@ -31,6 +32,7 @@ class ServedAdapters:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
+        self._changing = Lock()  # one load at a time: the engine and `args` have the same names
         self._root: Path | None = None
         if args.adapters_dir is not None:
             self._root = Path(args.adapters_dir).resolve()
@@ -59,11 +61,12 @@ class ServedAdapters:
             return given
         folder = self._folder(given)
         name = self._path_of(folder)
-        if name not in known:
-            self.load(service, name, folder)
+        with self._changing:
+            if name not in known:
+                self._load(service, name, folder)
         return name
 
-    def load(self, service: EngineService, name: str, folder: Path) -> None:
+    def _load(self, service: EngineService, name: str, folder: Path) -> None:
         """Load the adapter of a folder under a name. Raises ValueError if that cannot be."""
         known = self._args.adapters
         if name not in known and len(known) >= MOST_NAMES:
@@ -81,18 +84,22 @@ class ServedAdapters:
             raise ValueError("load_inplace: expected true or false")
         if name in served or ":" in name or not name.isprintable():
             raise ValueError("lora_name: expected a name without ':' that no model has")
-        if name in self._args.adapters and not again:
-            raise ValueError(f"lora_name: {name} is loaded, expected load_inplace or another name")
-        self.load(service, name, self._folder(path))
+        folder = self._folder(path)
+        with self._changing:
+            if name in self._args.adapters and not again:
+                expected = "expected load_inplace or another name"
+                raise ValueError(f"lora_name: {name} is loaded, {expected}")
+            self._load(service, name, folder)
         return name
 
     def unload_named(self, service: EngineService, body: Any) -> str:
         """Take away the name that a request of vLLM's ``unload_lora_adapter`` gives."""
         name = _text(body, "lora_name")
-        if name not in self._args.adapters:
-            raise _not_served(name)
-        service.call(lambda engine: engine.unload_adapter(name))
-        self._args.adapters.pop(name, None)
+        with self._changing:
+            if name not in self._args.adapters:
+                raise _not_served(name)
+            service.call(lambda engine: engine.unload_adapter(name))
+            del self._args.adapters[name]
         return name
 
     def listed(self) -> Iterator[Entry]:

@@ -102,6 +102,11 @@ MLX_REFUSALS = {
     "lora_parameters": {"lora_parameters": None},
     "alpha": {"lora_parameters": parameters(alpha=3)},
     "has scale": {"lora_parameters": {"rank": 4}},
+    "has scale nan": {"lora_parameters": parameters(scale=float("nan"))},
+    "has scale inf": {"lora_parameters": parameters(scale=float("inf"))},
+    "NaN or infinity": {"lora_parameters": parameters(scale=1e300)},
+    "has rank -4": {"lora_parameters": parameters(rank=-4)},
+    "has rank 4.0": {"lora_parameters": parameters(rank=4.0)},
     "rank '4'": {"lora_parameters": parameters(rank="4")},
     "factors of rank 4: expected 5": {"lora_parameters": parameters(rank=5)},
 }

@@ -162,6 +162,32 @@ def test_a_folder_is_read_once_and_beside_the_engines_thread(folders, alone, mon
     assert threads == [threading.current_thread()]
 
 
+def test_an_unload_within_a_load_waits_for_it(folders):
+    """Else the server would list a name that the engine no longer has."""
+    engine, unloads = made(), []
+    args = Namespace(adapters_dir=str(folders["a"].parent), adapters=None)
+    served = ServedAdapters(args)
+
+    class Interrupted:
+        def call(self, function):
+            result = service.call(function)
+            if "x" in args.adapters and not unloads:  # the second load
+                unload = threading.Thread(
+                    target=served.unload_named, args=(service, {"lora_name": "x"})
+                )
+                unloads.append(unload)
+                unload.start()
+                unload.join(0.2)
+            return result
+
+    body = {"lora_name": "x", "lora_path": "a", "load_inplace": True}
+    with EngineService(engine) as service:
+        for _ in range(2):
+            served.load_named(Interrupted(), body, [])
+        unloads[0].join()
+    assert args.adapters.keys() == engine.adapters.keys() == set()
+
+
 def test_forks_and_beams_inherit(folders, alone):
     engine = made(adapters=folders)
     parent = engine.add_request(PROMPT, max_tokens=4, adapter="a", keep=True)
