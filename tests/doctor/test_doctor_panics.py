@@ -14,6 +14,9 @@ def test_reports_of_the_last_days_the_newest_first(tmp_path):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (now, now - days * 86_400))
     assert recent_panics(tmp_path) == ["b.panic", "a.panic"]
+    (tmp_path / "Retired").mkdir()
+    (tmp_path / "a.panic").rename(tmp_path / "Retired" / "a.panic")
+    assert recent_panics(tmp_path) == ["b.panic", "a.panic"]
     assert recent_panics(tmp_path / "missing") == []
 
 
