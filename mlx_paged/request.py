@@ -89,6 +89,8 @@ class Request:
     # Numbers of leading tokens. A later prompt may begin with these tokens and then differ, because
     # a turn of a chat ends there.
     turn_ends: Sequence[int] = ()
+    # Numbers of leading tokens, and for how many seconds their K/V is worth more.
+    marks: Sequence[tuple[int, float]] = ()
     num_preempted: int = 0
     # max(0, steps in which prompts overtook it - steps in which none did)
     num_overtaken: int = 0

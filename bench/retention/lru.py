@@ -44,6 +44,12 @@ class LeastRecentlyUsed:
     def pin(self, known: CachedBlock, until: float) -> str | None:
         return "lru"
 
+    @property
+    def has_ends(self) -> bool:
+        return False
+
+    def mark(self, known: CachedBlock, seconds: float, now: float) -> None: ...
+
     def expire(self, now: float) -> None:
         pass
 

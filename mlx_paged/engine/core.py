@@ -154,6 +154,7 @@ class EngineCore(CacheControl):
         share: Sequence[str] = (),
         keep: bool = False,
         turn_ends: Sequence[int] = (),
+        marks: Sequence[tuple[int, float]] = (),
         **options: Any,
     ) -> int:
         """Queue a prompt (text or token ids); returns the request's id.
@@ -163,18 +164,18 @@ class EngineCore(CacheControl):
                 nothing else waits (docs/engine.md).
             cache_salt: K/V is shared only among requests with the same salt, e.g. a tenant's name.
             share: its client and parts of the client, which take turns under the policy "fair".
-            keep: hold the blocks after the end of the request, for :meth:`fork`, until
-                :meth:`release` or until other requests need them.
+            keep: hold its blocks for :meth:`fork`, until :meth:`release` or others need them.
             turn_ends: numbers of leading tokens after which later prompts may go on differently:
                 models with recurrent layers keep their states there.
+            marks: numbers of leading tokens, and seconds for which their K/V is worth more.
             options: fields of :class:`SamplingParams`, instead of `params`.
 
         Raises:
-            ValueError: an empty prompt, a prompt token that the embedding does not have, a token
-                of an option that the logits do not have, an argument of a wrong kind or out of
-                range, or a request that the pool could never hold.
+            ValueError: an empty prompt, a token that the model does not have, an argument of a
+                wrong kind or out of range, or a request that the pool could never hold.
         """
-        queueing = check_queueing("add_request", priority, cache_salt, share, turn_ends, keep)
+        how = priority, cache_salt, share, turn_ends, keep, marks
+        queueing = check_queueing("add_request", *how)
         params = checked_params("add_request", params, options, self._encode, prompt)
         request = self._make_request(self._encode(prompt), params, params.seed, queueing)
         request.keep_blocks = keep
@@ -192,6 +193,7 @@ class EngineCore(CacheControl):
         cache_salt: str = "",
         share: Sequence[str] = (),
         turn_ends: Sequence[int] = (),
+        marks: Sequence[tuple[int, float]] = (),
         **options: Any,
     ) -> list[int]:
         """Queue `n` samples of one prompt, which is computed once; returns their ids.
@@ -202,7 +204,8 @@ class EngineCore(CacheControl):
             ValueError: `n` below 1, or as :meth:`add_request`.
         """
         n = integer("add_samples", "n", n, 1)
-        queueing = check_queueing("add_samples", priority, cache_salt, share, turn_ends)
+        how = priority, cache_salt, share, turn_ends, False, marks
+        queueing = check_queueing("add_samples", *how)
         params = checked_params("add_samples", params, options, self._encode, prompt)
         encoded = self._encode(prompt)
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]

@@ -27,7 +27,7 @@ from mlx_paged.runner.positions import positions_of
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.host import hosted, image_processor
 
-QUEUEING = {"priority", "cache_salt", "share", "keep", "turn_ends"}
+QUEUEING = {"priority", "cache_salt", "share", "keep", "turn_ends", "marks"}
 """Arguments of `add_request` that are no fields of SamplingParams."""
 
 

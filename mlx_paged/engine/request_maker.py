@@ -12,7 +12,7 @@ from mlx_paged.engine.text import PromptEncoder, PromptLike
 from mlx_paged.prompt import Prompt
 from mlx_paged.request import BACKGROUND, Request, Variant
 from mlx_paged.sampling.grammar import Grammars
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import WEEK, SamplingParams, is_within
 
 
 def checked_params(
@@ -46,6 +46,7 @@ class Queueing(NamedTuple):
     salt: bytes
     share: tuple[str, ...]
     turn_ends: tuple[int, ...] = ()
+    marks: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, request: Request) -> "Queueing":
@@ -60,6 +61,7 @@ def check_queueing(
     share: Sequence[str],
     turn_ends: Sequence[int] = (),
     keep: object = False,
+    marks: Sequence[tuple[int, float]] = (),
 ) -> Queueing:
     """The arguments as fields of a request; ValueError unless all are of the right kind."""
     is_background = isinstance(priority, str) and priority == BACKGROUND
@@ -73,8 +75,12 @@ def check_queueing(
     require(is_share, caller, "share", share, "a sequence of names that are not empty")
     require(isinstance(turn_ends, Sequence), caller, "turn_ends", turn_ends, "a sequence")
     ends = tuple(integer(caller, "turn_ends", each, 0) for each in turn_ends)
+    for stop, seconds in marks:
+        integer(caller, "marks", stop, 0)
+        is_time = is_within(seconds, 0, WEEK)
+        require(is_time, caller, "marks", seconds, f"numbers of tokens, and seconds up to {WEEK}")
     number, salt = 0 if is_background else priority, str(cache_salt).encode()
-    return Queueing(cast(int, number), is_background, salt, tuple(share), ends)
+    return Queueing(cast(int, number), is_background, salt, tuple(share), ends, tuple(marks))
 
 
 def check_beams(
@@ -153,6 +159,7 @@ class RequestMaker:
             share=queueing.share,
             is_background=queueing.is_background,
             turn_ends=queueing.turn_ends,
+            marks=queueing.marks,
             num_prompt=len(prompt) - len(logprobs),
             logprobs=[*logprobs],
         )

@@ -22,6 +22,8 @@ class CachedBlock:
         width: how many blocks of the pool it takes.
         root: the parent hash of the text's first block, which differs from salt to salt.
         pinned_until: when its pin ends, in seconds of the scheduler's clock; 0: it has none.
+        marked_s: for how many seconds its worth is raised, from its latest use on.
+        marked_until: when that ends; 0: its worth is not raised.
     """
 
     block: int
@@ -38,3 +40,5 @@ class CachedBlock:
     width: int = 1
     root: bytes = b""
     pinned_until: float = 0.0
+    marked_s: float = 0.0
+    marked_until: float = 0.0

@@ -23,6 +23,10 @@ the others: new conversations get the rest."""
 MAX_PINNED = 0.25
 """The part of the pool that one owner may pin, unless an option says otherwise."""
 
+MARKED_USES = 2
+"""A marked block counts as used so many times more: before blocks only written, and after a
+conversation that goes on, whose blocks may be marked, too."""
+
 GHOSTS_PER_BLOCK = 4
 GHOST_SAMPLE = 4
 """Of evicted blocks one in `GHOST_SAMPLE` is remembered, `GHOSTS_PER_BLOCK` for each block of the
@@ -62,8 +66,15 @@ class EvictionOrder(Protocol):
     def pin(self, known: CachedBlock, until: float) -> str | None:
         """Evict all others before the block until that time; returns why not, or None."""
 
+    @property
+    def has_ends(self) -> bool:
+        """Whether there is a pin or a mark."""
+
+    def mark(self, known: CachedBlock, seconds: float, now: float) -> None:
+        """Raise the worth of a block for so many seconds, and again when it is used meanwhile."""
+
     def expire(self, now: float) -> None:
-        """Pins that end by `now` have ended."""
+        """Pins and marks that end by `now` have ended."""
 
     def forgotten(self, known: CachedBlock) -> None:
         """The content of a block is not known any more."""
@@ -98,6 +109,8 @@ class WorthOrder:
       with frequencies; Cherkasova, HP Labs technical report 1998). So a conversation that has ended
       goes at last, however often it was used.
     - A block goes after all known blocks that go on after it, unless one of them is held.
+    - A marked block counts as used :data:`MARKED_USES` times more until its mark ends; each use
+      renews the mark.
     - Pinned blocks go after all others, first those whose pin ends first. What a request needs, it
       gets: pins make no request wait.
     - Content that returns after it was evicted counts as used (2Q; Johnson and Shasha 1994,
@@ -115,6 +128,8 @@ class WorthOrder:
         self._written: list[Entry] = []
         self._used: list[Entry] = []
         self._pinned: list[Entry] = []
+        self._marks: list[tuple[float, int, CachedBlock]] = []  # by the earliest end
+        self._now = 0.0  # the latest time that the scheduler has told
         self._num_used = 0  # idle blocks that count as used
         self._floor = 0  # rank of the used block that was evicted last
         self._num_stamps = 0
@@ -154,6 +169,8 @@ class WorthOrder:
             known.is_used = True
             if before is not None:
                 before.used_followers += 1
+        if known.marked_until:
+            known.marked_until = max(known.marked_until, self._now + known.marked_s)
         if known.uses < MOST_USES:
             known.uses = max(known.uses, 0) + 1
 
@@ -164,7 +181,8 @@ class WorthOrder:
         if known.pinned_until:
             known.rank = known.pinned_until
         else:
-            known.rank = known.uses + (self._floor if known.uses > 0 else 0)
+            uses = self._uses(known)
+            known.rank = uses + (self._floor if uses > 0 else 0)
         if not is_followed:
             self.last_of_its_text(known)
 
@@ -177,7 +195,7 @@ class WorthOrder:
         if not known.stamp:
             return
         known.is_last = True
-        heap = self._written if known.uses <= 0 else self._used
+        heap = self._written if self._uses(known) <= 0 else self._used
         if known.pinned_until:
             heap = self._pinned
         heappush(heap, (known.rank, known.stamp, known))
@@ -196,10 +214,33 @@ class WorthOrder:
                 self.pins.add(known, until)
         return reason
 
+    @property
+    def has_ends(self) -> bool:
+        return bool(self.num_pinned or self._marks)
+
+    def mark(self, known: CachedBlock, seconds: float, now: float) -> None:
+        self._now, is_new = max(self._now, now), not known.marked_until
+        with self._changing(known):
+            known.marked_s = max(known.marked_s, seconds)
+            known.marked_until = max(known.marked_until, now + seconds)
+        if is_new:
+            heappush(self._marks, (known.marked_until, self._new_stamp(), known))
+        if len(self._marks) > 2 * self._num_blocks + 64:
+            self._marks = [each for each in self._marks if each[2].marked_until]
+            heapify(self._marks)
+
     def expire(self, now: float) -> None:
+        self._now = max(self._now, now)
         for known in self.pins.expired(now):
             with self._changing(known):
                 self.pins.remove(known)
+        while self._marks and self._marks[0][0] <= now:
+            _, stamp, known = heappop(self._marks)
+            if known.marked_until > now:  # it was renewed
+                heappush(self._marks, (known.marked_until, stamp, known))
+            elif known.marked_until:
+                with self._changing(known):
+                    known.marked_s = known.marked_until = 0.0
 
     @contextmanager
     def _changing(self, known: CachedBlock) -> Iterator[None]:
@@ -213,6 +254,7 @@ class WorthOrder:
 
     def forgotten(self, known: CachedBlock) -> None:
         self.pins.remove(known)
+        known.marked_until = 0.0
 
     def evicted(self, known: CachedBlock) -> None:
         if known.hash[0] % GHOST_SAMPLE == 0:
@@ -249,6 +291,7 @@ class WorthOrder:
         assert listed <= self._idle.keys(), "a held block may be evicted"
 
     def _set_size(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
         self._most_used = int(MOST_KEPT * num_blocks)
         self._most_ghosts = GHOSTS_PER_BLOCK * num_blocks
         self.pins.set_size(num_blocks)
@@ -258,8 +301,12 @@ class WorthOrder:
         return self._num_stamps
 
     @staticmethod
-    def _is_used(known: CachedBlock) -> bool:
-        return known.uses > 0 and not known.pinned_until
+    def _uses(known: CachedBlock) -> int:
+        """How often a block counts as used."""
+        return known.uses + MARKED_USES if known.marked_until else known.uses
+
+    def _is_used(self, known: CachedBlock) -> bool:
+        return self._uses(known) > 0 and not known.pinned_until
 
     @staticmethod
     def _counts(entry: Entry) -> bool:

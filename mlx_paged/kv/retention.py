@@ -31,6 +31,13 @@ class Retention:
         is_whole = num_known > len(tokens) - self._store.prefixes[0].min_run
         return Pinned(num_pinned, None if is_whole else "not_cached")
 
+    def mark(self, tokens: Sequence[int], salt: bytes, seconds: float, now: float) -> None:
+        """Raise the worth of what is known of a text for some time, from its beginning on, and
+        again when it is used meanwhile. This is no pin."""
+        found, _ = self._found(tokens, salt)
+        for known in (known for _, blocks in found for known in blocks):
+            self._store.idle.mark(known, seconds, now)
+
     def drop(self, tokens: Sequence[int], salt: bytes) -> int:
         """Forget a text from its end on, as far as nothing else needs it: no sequence holds it, no
         known text goes on differently there, and no later text was found to begin with it. Returns
@@ -52,8 +59,8 @@ class Retention:
         return num_blocks
 
     def expire(self, clock: Callable[[], float]) -> None:
-        """Pins that end by now have ended. The clock is read if there are any."""
-        if self._store.idle.num_pinned:
+        """Pins and marks that end by now have ended. The clock is read if there are any."""
+        if self._store.idle.has_ends:
             self._store.idle.expire(clock())
 
     def _found(

@@ -67,8 +67,8 @@ def chains_of(records: list[Record]) -> tuple[int, list[Chain]]:
         if origin.num_tokens:
             parent = origin.parent if any(origin.parent) else ROOT
             content, uses = bytes(TOKEN_BYTES * origin.num_tokens), FIRST * origin.is_background
-            block = CachedBlock(0, key[:16], parent, content, uses)
-            block.root = parent if origin.is_first else ROOT
+            root = parent if origin.is_first else ROOT
+            block = CachedBlock(0, key[:16], parent, content, uses, root=root)
             groups.setdefault(key[16:], []).append(block)
     blocks = sorted(groups.values(), key=len)[-1] if groups else []
     return chains(blocks, None, MOST_CHAINS)

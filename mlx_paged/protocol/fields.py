@@ -29,7 +29,7 @@ def is_flex(body: Mapping[str, Any]) -> bool:
 
 
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "num_draft_tokens"}
-LABELS |= {"client_metadata", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
+LABELS |= {"client_metadata", "prompt_cache_options", "cache_control"}
 LABELS |= {"anthropic_version", "betas"}
 """Fields that ask for nothing that would change an answer of this server."""
 
@@ -129,6 +129,15 @@ def is_cache(value: object) -> bool:
     return retain in (None, "pin", "drop") or is_within(retain, 0, WEEK)
 
 
+RETENTIONS: dict[str, float] = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86400.0}
+"""Seconds for which the K/V of a prompt is worth more, by `prompt_cache_retention`."""
+
+
+def is_retention(value: object) -> bool:
+    """Whether `value` is one of :data:`RETENTIONS`."""
+    return isinstance(value, str) and value in RETENTIONS
+
+
 def is_mapping(value: object) -> bool:
     """Whether `value` gives texts for a few roles."""
     return (
@@ -194,6 +203,7 @@ BOTH: dict[str, Rule] = {
     ),
     "cache_salt": ("", *_TEXT),
     "cache": ({}, is_cache, f'an object with retain: "pin", "drop" or seconds from 0 to {WEEK}'),
+    "prompt_cache_retention": (None, is_retention, f"one of {', '.join(RETENTIONS)}"),
     "logit_bias": ({}, *_OBJECT),
     "logprobs": (
         False,

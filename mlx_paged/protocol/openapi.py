@@ -13,6 +13,7 @@ from mlx_paged.protocol.fields import (
     MAX_STOPS,
     ONLY,
     RANGES,
+    RETENTIONS,
     USAGE,
     all_fields,
     treatment,
@@ -69,6 +70,7 @@ SCHEMAS: dict[str, Schema] = {
     "stop": {"anyOf": [{"type": "string", "minLength": 1}, _STOPS]},
     "stop_sequences": _STOPS,
     "stop_token_ids": _TOKENS,
+    "prompt_cache_retention": {"enum": [*RETENTIONS]},
     "priority": {
         "anyOf": [
             {"type": "integer", "minimum": 1 - 2**31, "maximum": 2**31 - 1},

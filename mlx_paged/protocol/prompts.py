@@ -15,9 +15,9 @@ from mlx_paged.chat.rendering import rendered
 from mlx_paged.formats.begins import begin_of
 from mlx_paged.formats.parser import Begin
 from mlx_paged.prompt import Prompt as PromptOfImages
-from mlx_paged.protocol import constraints, images, thinking
+from mlx_paged.protocol import cache_marks, constraints, images, thinking
 from mlx_paged.protocol.constraints import require
-from mlx_paged.protocol.fields import AS_MANY_AS_FIT, SAMPLING, Fields
+from mlx_paged.protocol.fields import AS_MANY_AS_FIT, RETENTIONS, SAMPLING, Fields
 from mlx_paged.protocol.long_work import may_take_long
 from mlx_paged.protocol.model_traits import ModelTraits
 from mlx_paged.protocol.request_body import ContextExceeded
@@ -34,6 +34,8 @@ class Prompt(NamedTuple):
     text: str  # of the prompt, for requests with `echo`; else empty
     begin: Begin = Begin.START  # of the answer
     turn_ends: tuple[int, ...] = ()  # where later prompts may depart from it
+    # Numbers of leading tokens, and for how many seconds their K/V is worth more.
+    marks: tuple[tuple[int, float], ...] = ()
 
     @property
     def held_bytes(self) -> int:
@@ -71,11 +73,21 @@ def encode(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) ->
                 render = partial(_render, model, fields["tools"], chat_args)
                 with may_take_long():
                     ends = turn_ends(tokenizer, render, fields["messages"], text, plain)
-        return [Prompt(tokens, "", _begin(model, fields, chat_args, text), ends)]
+        given_marks = fields.get("breakpoints", ())
+        with may_take_long():
+            marked = cache_marks.places(tokenizer, text, tokens, given_marks)
+        return [Prompt(tokens, "", _begin(model, fields, chat_args, text), ends, marked)]
     except ContextExceeded:
         raise
     except Exception as error:  # a chat template can raise anything
         raise ValueError(f"no prompt can be made of the request: {error}") from error
+
+
+def marks(prompt: Prompt, fields: Fields) -> list[tuple[int, float]]:
+    """For how long the K/V of how many leading tokens is worth more."""
+    retention = fields["prompt_cache_retention"]
+    whole = [] if retention is None else [(len(prompt.tokens), RETENTIONS[retention])]
+    return [*prompt.marks, *whole]
 
 
 def text_of_chat(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) -> str:

@@ -285,6 +285,9 @@ class Places:
             if is_continued and length == request.num_computed:
                 self.allocator.keep_end(request.id, request.keys)
         self.allocator.free(request.id)
+        for stop, seconds in request.marks if not request.is_background else ():
+            tokens, now = request.keys[: min(stop, length)], self.clock()
+            self.allocator.retention.mark(tokens, request.root, seconds, now)
         if request.params.retain is not None:
             self._retain(request, length)
 

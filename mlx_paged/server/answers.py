@@ -279,7 +279,10 @@ class Answer(Reply):
             try:
                 for prompt, own in zip(given, params[first:last], strict=True):
                     sampled = prompt.tokens, fields["best_of"], own
-                    ids += engine.add_samples(*sampled, turn_ends=prompt.turn_ends, **options)
+                    marks = prompts.marks(prompt, fields)
+                    ids += engine.add_samples(
+                        *sampled, turn_ends=prompt.turn_ends, marks=marks, **options
+                    )
             except ValueError:
                 for request_id in ids:
                     engine.abort(request_id)

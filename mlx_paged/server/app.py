@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
-from mlx_paged.protocol import json_text, messages, openapi, request_body, responses
+from mlx_paged.protocol import cache_marks, json_text, messages, openapi, request_body, responses
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT, Fields
 from mlx_paged.protocol.request_body import Refusal, refusing
 from mlx_paged.request import BACKGROUND
@@ -288,7 +288,8 @@ def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]
     chat = as_chat(body) if as_chat else body
     is_chat = as_chat is not None and ("messages" in chat or path not in FOR_TEXTS)
     fields, unknown = request_body.read(chat, is_chat, max_samples)
-    return fields | {"body": body}, unknown
+    marks = cache_marks.breakpoints(body) if path in messages.PATHS else []
+    return fields | {"body": body, "breakpoints": marks}, unknown
 
 
 async def _complete(request: Request) -> Answer | Response:
