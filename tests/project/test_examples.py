@@ -17,6 +17,7 @@ SHOWN = {  # what only a run to the end prints
     "batch": r"(?s)(--- (length|stop), [\d.]+ s\nclass \w+:.*){8}",
     "drop_in": r"mlx_paged\.drop_in\.kv_caches\.KVCache; .* hold [\d,]+ bytes\n$",
     "groups": r"(?s)(rewards 0\.\d\d.*){3}(fork \d+: '.*'\n){4}prompt tokens computed: \d+\n$",
+    "grpo": r"([0-9a-f]{8}: reward [01]\.\d{3}, loss -?\d+\.\d{3}\n){3}$",
     "notebook": r"\d+ steps, \d+ tokens, \d+ blocks copied\n$",
     "service": r"--- \d+ steps of the model for all\n$",
 }
@@ -48,13 +49,14 @@ def test_it_runs_on_the_demo_model(path, monkeypatch, capsys):
     assert re.search(SHOWN[path.stem], capsys.readouterr().out)
 
 
-def test_they_are_six_and_short():
+def test_they_are_seven_and_short():
     assert {path.stem for path in EXAMPLES} == SHOWN.keys()
     text = (ROOT / "examples" / "README.md").read_text()
     assert re.findall(r"^\| `(\S+)`", text, re.MULTILINE) == [
         "batch.py",
         "service.py",
         "groups.py",
+        "grpo.py",
         "agent.py",
         "drop_in.py",
         "notebook.ipynb",
