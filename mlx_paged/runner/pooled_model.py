@@ -215,8 +215,9 @@ class PooledModel:
     def holdings(self) -> list[Holding]:
         """What the model, its pool and its states take of the memory now."""
         traces = 0 if self.traces is None else self.traces.bytes
+        weights = self._budget.weights - _adapter_bytes(self.config)
         return [
-            Holding("weights", self._budget.weights, self._budget.weights, is_mlx=True),
+            Holding("weights", weights, weights, is_mlx=True),
             *pool_holdings(self.pool, self.allocator),
             *self.allocator.states.holdings(),
             *(self._hosted.holdings() if self._hosted is not None else ()),

@@ -116,3 +116,11 @@ def test_arrays_of_a_line_are_not_counted_twice():
 def test_lines_of_one_name_are_summed():
     lines = [Holding("a", 1, 10), Holding("b", 2), Holding("a", 5, 20, True), Holding("b", 3, 7)]
     assert summed(lines) == [Holding("a", 6, 30), Holding("b", 5)]
+
+
+def test_memory_that_is_kept_for_adapters_is_no_weight():
+    model = build("llama")
+    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    for adapters in (None, {}):
+        engine = Engine(model, num_blocks=8, adapters=adapters)
+        assert engine.metrics()["memory"]["held"]["weights"]["bytes"] == weights
