@@ -76,6 +76,7 @@ class PooledDrafter:
         self.pooled = pooled
         self.seconds = self.seconds_per_draft = 0.0
         self._trace_seconds = 0.0  # the part of `seconds` that traced graphs
+        self._num_read = 0  # tokens that the latest proposals read before they drafted
         self._rewinds = not pooled.profile.states.exist
         self._allocator = pooled.allocator
         self._runner = pooled.runner
@@ -97,9 +98,10 @@ class PooledDrafter:
             self._has_failed = True
             self._give_up_sequences()
         self.seconds = time.perf_counter() - started
-        per_draft = (self.seconds - self._trace_seconds) / max(depths)
-        before = self.seconds_per_draft or per_draft
-        self.seconds_per_draft = before + RATE * (min(per_draft, 4 * before) - before)
+        if self._num_read <= len(requests) * (1 + self.num_tokens):  # no prompt was read
+            per_draft = (self.seconds - self._trace_seconds) / max(depths)
+            before = self.seconds_per_draft or per_draft
+            self.seconds_per_draft = before + RATE * (min(per_draft, 4 * before) - before)
         return [drafts.get(request.id, []) for request in requests]
 
     def drop(self, request: Request) -> None:
@@ -149,6 +151,7 @@ class PooledDrafter:
         planning, room = Planning(), CATCH_UP
         for request in requests:
             room -= self._read(planning, request, room)
+        self._num_read = CATCH_UP - room
         launched: list[LaunchedStep] = []
         for depth in range(1, 1 + max(depths.values())):
             if not planning.spans:
