@@ -112,10 +112,8 @@ class Tape:
     """A graph that is built again for other inputs; python/graph_bindings.cpp documents it."""
 
     num_nodes: int
-    def __init__(
-        self, inputs: list[mx.array], outputs: list[mx.array], elsewhere: list[mx.array]
-    ) -> None: ...
-    def __call__(self, inputs: list[mx.array]) -> list[mx.array] | None: ...
+    def __init__(self, inputs: list[mx.array], results: Any, elsewhere: list[mx.array]) -> None: ...
+    def __call__(self, inputs: list[mx.array]) -> Any: ...  # None, or a tree like `results`
 
 class layers:
     """The submodule of a model's layers, for CPUs; python/layer_bindings.cpp documents them."""
@@ -130,7 +128,7 @@ class layers:
     linear: Callable[..., mx.array]
     quantized_linear: Callable[..., mx.array]
     switch_linear: Callable[..., mx.array]
-    low_rank: Callable[..., mx.array]
+    low_rank_terms: Callable[..., mx.array]
     is_dense: Callable[[mx.array], bool]
 
 class metal:

@@ -44,16 +44,18 @@ constexpr const char* kKeepCompiledDoc =
 their ops with the others, and these would be fused otherwise or not at all.)";
 
 constexpr const char* kTapeDoc =
-    R"(Builds the graph between `inputs` and `outputs` again for other inputs, without Python's code.
+    R"(Builds the graph between `inputs` and the arrays of a tree, `results`, again for other inputs, without
+Python's code.
 
 A graph that ``mx.compile`` has traced is built again node by node by MLX, which looks up each array
 by its address. A tape has numbers in the place of addresses. Its nodes are those of the graph, in
-the same order. The inputs may be arrays without values, see :func:`without_values`. Raises
-ValueError if two of them are one array, or if the outputs depend on an array of `elsewhere`: on an
-input that the traced function has captured, which would be the same in each graph.
+the same order, but reshapes in a row are one. The inputs may be arrays without values, see
+:func:`without_values`. Raises ValueError if two of them are one array, or if a result depends on an
+array of `elsewhere`: on an input that the traced function has captured, which would be the same in
+each graph.
 
-Calling the tape with other inputs returns the outputs, not evaluated, or None if an input has
-another shape or dtype than the input in its place.)";
+Calling the tape with other inputs returns their tree of results, not evaluated, or None if an input
+has another shape or dtype than the input in its place.)";
 
 constexpr const char* kWithoutValuesDoc =
     R"(Arrays of the same shapes and dtypes that have no values: MLX raises an error if it has to
@@ -159,6 +161,28 @@ nb::object with_arrays(nb::handle tree, const nb::list& arrays) {
   return copy;
 }
 
+// A tape of the arrays of a tree.
+class TreeTape {
+ public:
+  TreeTape(const Arrays& inputs, nb::handle results, const Arrays& elsewhere)
+      : TreeTape(inputs, nb::cast<Arrays>(arrays_in(results).first), results, elsewhere) {}
+
+  nb::object operator()(const Arrays& inputs) const {
+    const std::optional<Arrays> found = tape_(inputs);
+    return found ? with_arrays(results_, nb::cast<nb::list>(nb::cast(*found))) : nb::none();
+  }
+
+  size_t num_nodes() const { return tape_.num_nodes(); }
+
+ private:
+  TreeTape(const Arrays& inputs, const Arrays& outputs, nb::handle results, const Arrays& elsewhere)
+      : tape_(inputs, outputs, elsewhere),
+        results_(with_arrays(results, nb::cast<nb::list>(nb::cast(without_values(outputs))))) {}
+
+  Tape tape_;
+  nb::object results_;
+};
+
 }  // namespace
 
 void bind_graphs(nb::module_& m) {
@@ -187,11 +211,11 @@ void bind_graphs(nb::module_& m) {
       },
       "inputs"_a, kKeepCompiledDoc);
   m.def("without_values", &without_values, "arrays"_a, kWithoutValuesDoc);
-  nb::class_<Tape>(m, "Tape", kTapeDoc)
-      .def(nb::init<const Arrays&, const Arrays&, const Arrays&>(), "inputs"_a, "outputs"_a,
+  nb::class_<TreeTape>(m, "Tape", kTapeDoc)
+      .def(nb::init<const Arrays&, nb::handle, const Arrays&>(), "inputs"_a, "results"_a,
            "elsewhere"_a)
-      .def("__call__", &Tape::operator(), "inputs"_a)
-      .def_prop_ro("num_nodes", &Tape::num_nodes);
+      .def("__call__", &TreeTape::operator(), "inputs"_a)
+      .def_prop_ro("num_nodes", &TreeTape::num_nodes);
 }
 
 }  // namespace mlx_paged

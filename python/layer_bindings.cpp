@@ -106,7 +106,7 @@ void bind_layers(nb::module_& module) {
   m.def("switch_linear", &switch_linear, "x"_a, "indices"_a, "weight"_a, "scales"_a = nb::none(),
         "offsets"_a = nb::none(), "bias"_a = nb::none(), nb::kw_only(), "group_size"_a = 0,
         "bits"_a = 0, "stream"_a = nb::none(), kSwitchLinearDoc);
-  m.def("low_rank", &low_rank, "y"_a, "x"_a, "a"_a, "b"_a, "indices"_a, nb::kw_only(),
+  m.def("low_rank_terms", &low_rank_terms, "y"_a, "x"_a, "a"_a, "b"_a, "indices"_a, nb::kw_only(),
         "stream"_a = nb::none(), kLowRankDoc);
   m.def("is_dense", &is_dense, "array"_a, kIsDenseDoc);
   m.def("likeliest", &likeliest, "x"_a, "allowed"_a = nb::none(), nb::kw_only(),

@@ -41,7 +41,9 @@ ENGINES: dict[str, dict[str, Any]] = {
     "engine": {},
     "engine, compiled": {"compile": True},
     "engine, kv_bits 8": {"kv_bits": 8},
+    "engine, kv_bits 8, compiled": {"kv_bits": 8, "compile": True},
     "engine, kv_bits 4": {"kv_bits": 4},
+    "engine, kv_bits 4, compiled": {"kv_bits": 4, "compile": True},
 }
 
 

@@ -48,5 +48,5 @@ def _added(y: mx.array, x: mx.array, a: mx.array, b: mx.array, index: mx.array) 
         return mx.where(has_term, y + terms.astype(y.dtype), y)
     if not y.dtype == x.dtype == a.dtype:  # a layer of float32 beside weights of 16 bits
         y32, *others = (each.astype(mx.float32) for each in (y, x, a, b))
-        return _ext.layers.low_rank(y32, *others, index).astype(y.dtype)
-    return _ext.layers.low_rank(y, x, a, b, index)
+        return _ext.layers.low_rank_terms(y32, *others, index).astype(y.dtype)
+    return _ext.layers.low_rank_terms(y, x, a, b, index)

@@ -28,6 +28,12 @@ def is_flex(body: Mapping[str, Any]) -> bool:
     return body.get("service_tier") == FLEX
 
 
+NOTES = {"service_tier": f'"{FLEX}" is the background'}
+"""What fields that every API has mean here."""
+
+GUIDED_TEXTS = "guided_regex", "guided_grammar"
+"""Fields whose text constrains the answer."""
+
 LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "num_draft_tokens"}
 LABELS |= {"client_metadata", "prompt_cache_options", "cache_control"}
 LABELS |= {"anthropic_version", "betas"}

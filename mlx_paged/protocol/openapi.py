@@ -8,9 +8,10 @@ from mlx_paged.protocol.fields import (
     API_OF,
     ASIDE,
     BOTH,
-    FLEX,
+    GUIDED_TEXTS,
     MAX_ROLES,
     MAX_STOPS,
+    NOTES,
     ONLY,
     RANGES,
     RETENTIONS,
@@ -60,7 +61,7 @@ SCHEMAS: dict[str, Schema] = {
     **dict.fromkeys(("top_logprobs", "prompt_logprobs"), _FEW),
     **dict.fromkeys(("top_p", "min_p", "xtc_probability"), _between(0, 1)),
     **dict.fromkeys(("presence_context_size", "frequency_context_size"), _COUNT),
-    **dict.fromkeys(("guided_regex", "guided_grammar", "instructions"), _TEXT),
+    **dict.fromkeys((*GUIDED_TEXTS, "instructions"), _TEXT),
     **{name: _between(*ends) for name, ends in RANGES.items()},
     "seed": {"type": "integer", "minimum": RANGES["seed"][0], "maximum": RANGES["seed"][1]},
     "repetition_context_size": _COUNT,
@@ -146,7 +147,7 @@ def body_schema(api: str) -> Schema:
             properties[name] = {"description": what}
         elif what.startswith("refused"):
             properties[name] = {"enum": [*only, None], "description": what}
-    properties["service_tier"] = {"description": f'"{FLEX}" is the background'}
+    properties |= {name: {"description": note} for name, note in NOTES.items()}
     return {"type": "object", "properties": properties, "required": [REQUIRED[api]]}
 
 

@@ -28,7 +28,7 @@ from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.hidden_states import HiddenStates
 from mlx_paged.runner.layer_states import Forms, LayerStates, States
 from mlx_paged.runner.lora_numbers import LoRANumbers
-from mlx_paged.runner.recorded_graph import RecordedGraph
+from mlx_paged.runner.recorded_graph import recorded_graph
 from mlx_paged.runner.row_terms import RowTerms, using
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.sampling.sampler import Scores
@@ -110,7 +110,7 @@ EXPECTED = _GathersError, _DisabledError
 class CompiledDecode:
     """Builds the graph of a decode step from a graph that ``mx.compile`` traced before.
 
-    The traced nodes are copied in C++ (:class:`mlx_paged.runner.recorded_graph.RecordedGraph`); the
+    The traced nodes are copied in C++ (:func:`mlx_paged.runner.recorded_graph.recorded_graph`); the
     model's Python code does not run. A graph has fixed shapes, so there is one for each bucket of
     rows and of columns of the block tables. Rows of padding have context length 0 and slot -1: they
     write nothing and attend to nothing. The pool's handles are arguments and results. The model's
@@ -163,7 +163,7 @@ class CompiledDecode:
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
-        self._graphs: dict[tuple[int, ...], dict[Hashable, RecordedGraph] | None] = {}
+        self._graphs: dict[tuple[int, ...], dict[Hashable, ops.Tape] | None] = {}
         self._is_built = False  # the step that is traced now
         self._terms: RowTerms | None = None  # of the latest batch
         self._takes_ragged = buckets.takes_ragged and pool.in_place and max_paged_queries() > 0
@@ -361,7 +361,7 @@ class CompiledDecode:
         pool.replace_handles(handles)
         return Scores(*scores)
 
-    def _computed(self, graphs: dict[Hashable, RecordedGraph], arrays: Arrays) -> Results:
+    def _computed(self, graphs: dict[Hashable, ops.Tape], arrays: Arrays) -> Results:
         states = self._states.loaded if self._has_states else []
         terms = self._terms
         rows, form = ([], 0) if terms is None else (terms.arrays, terms.form)
@@ -378,19 +378,19 @@ class CompiledDecode:
         assert found is not None
         return found
 
-    def _recorded(self, inputs: tuple[Any, ...], structure: int, form: int) -> RecordedGraph:
+    def _recorded(self, inputs: tuple[Any, ...], structure: int, form: int) -> ops.Tape:
         """The graph of a step, which is traced."""
         free_graphs_with_thread()
         arrays, handles, states, *_ = inputs
         try:
-            return RecordedGraph(mx.compile(weakly(self._traced)), inputs, structure, form)
+            return recorded_graph(mx.compile(weakly(self._traced)), inputs, structure, form)
         except _NotBuiltError:
             self._plain(arrays)
             self._pool.replace_handles(handles)
             self._states.loaded = states
         self._is_built = True
         try:
-            return RecordedGraph(mx.compile(weakly(self._traced)), inputs, structure, form)
+            return recorded_graph(mx.compile(weakly(self._traced)), inputs, structure, form)
         finally:
             self._is_built = False
 

@@ -78,7 +78,7 @@ def test_terms_of_any_layout_are_those_of_float64(dtype, rank):
     b = random(SLOTS, width, rank, dtype=dtype).swapaxes(1, 2)
     indices = mx.random.randint(-1, SLOTS + 1, (count,)).astype(mx.int32)  # SLOTS: no factors
     chosen = [i if 0 <= i < SLOTS else None for i in indices.tolist()]
-    got = _ext.layers.low_rank(y, x, a, b, indices)
+    got = _ext.layers.low_rank_terms(y, x, a, b, indices)
     assert_terms(got, y, mx.repeat(x, 2, axis=0), a, b, chosen, dtype)
 
 
@@ -89,10 +89,10 @@ def test_a_row_has_the_same_bits_among_any_rows(dtype):
     y, x = random(40, OUTPUTS, dtype=dtype), random(40, 600, dtype=dtype)
     a, b = random(2, 16, 600, dtype=dtype), random(2, 16, OUTPUTS, dtype=dtype)
     slots = mx.array(np.arange(40) % 3 - 1, mx.int32)
-    together = _ext.layers.low_rank(y, x, a, b, slots)
+    together = _ext.layers.low_rank_terms(y, x, a, b, slots)
     for r in range(40):
         own = slice(r, r + 1)
-        alone = _ext.layers.low_rank(y[own], x[own], a, b, slots[own])
+        alone = _ext.layers.low_rank_terms(y[own], x[own], a, b, slots[own])
         assert float64(alone).tolist() == float64(together[own]).tolist(), r
 
 
@@ -102,8 +102,8 @@ def test_terms_are_added_where_the_output_is_unless_others_read_it():
     slots, kept = mx.array([0, -1], mx.int32), random(2, OUTPUTS)
     mx.eval(x, a, b, slots, kept)
     before = float64(kept)
-    got = _ext.layers.low_rank(kept, x, a, b, slots)
-    other = _ext.layers.low_rank(kept * 1, x, a, b, slots)
+    got = _ext.layers.low_rank_terms(kept, x, a, b, slots)
+    other = _ext.layers.low_rank_terms(kept * 1, x, a, b, slots)
     mx.eval(got, other)
     np.testing.assert_array_equal(float64(kept), before)
     np.testing.assert_array_equal(float64(got), float64(other))
@@ -117,7 +117,7 @@ def test_shapes_that_do_not_fit_are_refused(wrong):
     shapes = {"y": (2, 3), "x": (2, 4), "a": (1, 2, 4), "b": (1, 2, 3), "i": (2,)} | wrong
     *arrays, indices = (mx.zeros(shape) for shape in shapes.values())
     with pytest.raises(ValueError, match="expected"):
-        _ext.layers.low_rank(*arrays, indices.astype(mx.int32))
+        _ext.layers.low_rank_terms(*arrays, indices.astype(mx.int32))
 
 
 @needs_cpu
@@ -130,7 +130,7 @@ def test_terms_have_derivatives():
         return mx.concatenate([y[:1] + x[:1] @ a[0].T @ b[0], y[1:]]).square().sum()
 
     def ours(*arrays):
-        return _ext.layers.low_rank(*arrays, slots).square().sum()
+        return _ext.layers.low_rank_terms(*arrays, slots).square().sum()
 
     for got, want in zip(
         mx.grad(ours, (0, 1, 2, 3))(y, x, a, b), mx.grad(plain, (0, 1, 2, 3))(y, x, a, b),

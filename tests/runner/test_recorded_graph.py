@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.runner.recorded_graph import RecordedGraph
+from mlx_paged.runner.recorded_graph import recorded_graph
 
 
 def numbers(seed, *shape):
@@ -30,7 +30,7 @@ def in_numpy(x, rest):
 
 def test_results_for_other_inputs_are_those_of_numpy():
     first = mx.array(numbers(0, 3, 4)), [mx.array(numbers(1, 2, 5)), mx.array(numbers(2, 1))]
-    graph = RecordedGraph(mx.compile(step), first)
+    graph = recorded_graph(mx.compile(step), first)
     for seed in range(3, 9, 3):
         x, weight, other = numbers(seed, 3, 4), numbers(seed + 1, 2, 5), numbers(seed + 2, 1)
         given = [mx.array(each) for each in (x, weight, other)]
@@ -45,7 +45,7 @@ def test_the_graph_is_the_one_that_mlx_builds():
     """Its nodes are as many, and its bits are the same."""
     x, rest = mx.array(numbers(0, 3, 4)), [mx.array(numbers(1, 2, 5)), mx.array(numbers(2, 1))]
     compiled = mx.compile(step)
-    graph = RecordedGraph(compiled, (x, rest))
+    graph = recorded_graph(compiled, (x, rest))
     ops.set_fusion(True)
     for one, two in zip(
         ops.arrays_in(graph([x, *rest]))[0], ops.arrays_in(compiled(x, rest))[0], strict=True
@@ -55,7 +55,7 @@ def test_the_graph_is_the_one_that_mlx_builds():
 
 def test_inputs_of_other_shapes_or_dtypes_have_no_results():
     x, rest = mx.array(numbers(0, 3, 4)), [mx.array(numbers(1, 2, 5)), mx.array(numbers(2, 1))]
-    graph = RecordedGraph(mx.compile(step), (x, rest))
+    graph = recorded_graph(mx.compile(step), (x, rest))
     assert graph([x[:2], *rest]) is None
     assert graph([x.astype(mx.float16), *rest]) is None
     assert graph([x, rest[0]]) is None
@@ -64,7 +64,7 @@ def test_inputs_of_other_shapes_or_dtypes_have_no_results():
 
 def test_one_array_may_be_several_inputs():
     x = mx.array(numbers(0, 2))
-    graph = RecordedGraph(mx.compile(lambda a, b: a - 2 * b), (x, x))
+    graph = recorded_graph(mx.compile(lambda a, b: a - 2 * b), (x, x))
     assert mx.array_equal(graph([x, mx.zeros(2)]), x)
     with pytest.raises(ValueError, match="two inputs are one array"):
         ops.Tape([x, x], [x + x], [])
@@ -73,7 +73,7 @@ def test_one_array_may_be_several_inputs():
 def test_an_input_that_the_function_keeps_is_refused():
     kept = mx.array(numbers(0, 2))
     with pytest.raises(ValueError, match="depends on an array of elsewhere"):
-        RecordedGraph(mx.compile(lambda a, b: a + kept), (mx.zeros(2), kept))
+        recorded_graph(mx.compile(lambda a, b: a + kept), (mx.zeros(2), kept))
 
 
 def test_nothing_is_evaluated_when_a_graph_is_recorded():
@@ -81,12 +81,12 @@ def test_nothing_is_evaluated_when_a_graph_is_recorded():
         return x * x.sum().item()
 
     with pytest.raises(ValueError, match=r"\[eval\]"):
-        RecordedGraph(mx.compile(reads), (mx.ones(2),))
+        recorded_graph(mx.compile(reads), (mx.ones(2),))
 
 
 def test_a_tape_holds_no_input_and_lets_mlx_use_the_memory_again():
     size = 1 << 20
-    graph = RecordedGraph(mx.compile(lambda x: mx.tanh(mx.tanh(mx.tanh(x)))), (mx.zeros(size),))
+    graph = recorded_graph(mx.compile(lambda x: mx.tanh(mx.tanh(mx.tanh(x)))), (mx.zeros(size),))
     given = mx.ones(size)
     mx.eval(given)
     mx.clear_cache()
@@ -105,7 +105,7 @@ def test_the_functions_own_graph_is_freed():
 
     owner = Owner()
     gone = weakref.ref(owner)
-    graph = RecordedGraph(mx.compile(lambda x, _o=owner: x + 1), (mx.zeros(2),))
+    graph = recorded_graph(mx.compile(lambda x, _o=owner: x + 1), (mx.zeros(2),))
     del owner
     gc.collect()
     assert gone() is None
@@ -140,8 +140,8 @@ def heads_in_numpy(x):
 @pytest.mark.parametrize("length, num_nodes", [(1, 4), (2, 6)])
 def test_reshapes_in_a_row_are_one_node(length, num_nodes):
     """A transpose is one of these only if it moves axes of length 1."""
-    graph = RecordedGraph(mx.compile(heads), (mx.zeros((3, length, 6)),))
-    assert graph._tape.num_nodes == num_nodes
+    graph = recorded_graph(mx.compile(heads), (mx.zeros((3, length, 6)),))
+    assert graph.num_nodes == num_nodes
     x = numbers(5, 3, length, 6)
     for one, two in zip(graph([mx.array(x)]), heads_in_numpy(x), strict=True):
         np.testing.assert_allclose(np.array(one), two, rtol=1e-5, atol=1e-6)
@@ -152,5 +152,5 @@ def test_reshapes_of_a_transposed_array_copy_it_in_order():
         return x.T.reshape(2, 3, 2).flatten()
 
     x = numbers(6, 3, 4)
-    (found,) = [RecordedGraph(mx.compile(turned), (mx.zeros((3, 4)),))([mx.array(x)])]
+    (found,) = [recorded_graph(mx.compile(turned), (mx.zeros((3, 4)),))([mx.array(x)])]
     assert np.array(found).tobytes() == x.T.flatten().tobytes()

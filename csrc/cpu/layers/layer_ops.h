@@ -34,8 +34,8 @@ mx::array switch_linear(const mx::array& x, const mx::array& indices, const mx::
                         mx::StreamOrDevice stream);
 
 // Adds to each row of y the product of its row of x with two factors that it chose. One node.
-mx::array low_rank(const mx::array& y, const mx::array& x, const mx::array& a, const mx::array& b,
-                   const mx::array& indices, mx::StreamOrDevice stream);
+mx::array low_rank_terms(const mx::array& y, const mx::array& x, const mx::array& a,
+                         const mx::array& b, const mx::array& indices, mx::StreamOrDevice stream);
 
 // x [R, W] with -inf where a bit of allowed, [R, ceil(W / 32)] uint32, is 0; on any device.
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream);

@@ -126,9 +126,9 @@ struct LowRank {
 
 }  // namespace
 
-mx::array low_rank(const mx::array& y, const mx::array& x, const mx::array& a, const mx::array& b,
-                   const mx::array& indices, mx::StreamOrDevice stream) {
-  const char* op = "low_rank";
+mx::array low_rank_terms(const mx::array& y, const mx::array& x, const mx::array& a,
+                         const mx::array& b, const mx::array& indices, mx::StreamOrDevice stream) {
+  const char* op = "low_rank_terms";
   check_floating(op, "y", y);
   const auto has_dtype = [&](const char* name, const mx::array& array) {
     require(array.dtype() == y.dtype(), op, "y has dtype ", y.dtype(), " but ", name, " has ",
