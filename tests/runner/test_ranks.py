@@ -235,6 +235,13 @@ def test_heads_that_cannot_be_divided_are_refused_with_numbers_that_do(
     assert why_whole(tiny_model("llama", **sizes), 1) is None
 
 
+@pytest.mark.parametrize("name, value", [("adapters", {}), ("kv_disk", "d"), ("draft_head", "h")])
+def test_what_ranks_cannot_do_is_refused_by_name(name, value, monkeypatch):
+    monkeypatch.setattr(Ranks, "of", lambda model: object())
+    with pytest.raises(ValueError, match=rf"{name} is .*: expected None on ranks"):
+        Engine(tiny_model("llama"), num_blocks=8, **{name: value})
+
+
 def test_models_without_shard_are_refused():
     assert "no shard()" in str(why_whole(tiny_model("gemma2"), 2))
 
