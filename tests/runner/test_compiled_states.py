@@ -81,8 +81,8 @@ def test_drawn_samples_of_one_prompt_part_ways(served):
 @pytest.mark.sampled(9)
 def test_a_prefix_goes_on_from_a_snapshot(served):
     engine = compiled_engine(served)
-    engine.generate([LONG], max_tokens=1)
-    prompt = LONG[: 2 * BLOCK_SIZE] + SHORT
+    engine.generate([LONG, LONG[: 2 * BLOCK_SIZE] + SHORT], max_tokens=1)
+    prompt = LONG[: 2 * BLOCK_SIZE] + SHORT[::-1]  # a state is kept where two prompts depart
     (completion,) = engine.generate([prompt], **OPTIONS)
     assert_greedy(served, prompt, completion)
     assert completion.cached_prompt_tokens == 2 * BLOCK_SIZE
