@@ -249,8 +249,9 @@ def _padded(shares: tuple[float, ...], count: int) -> tuple[float, ...]:
 
 
 def _worth(shares: tuple[float, ...], most: int, seconds: float, rate: float) -> float:
-    """Tokens that at most so many drafts of a request bring, less those that the time of the
-    drafts brings without them: each draft takes `seconds`, and a second brings `rate` tokens."""
+    """The gain in tokens of at most `most` drafts: the sum over depths of the probability that all
+    drafts up to this depth are right, minus ``seconds * rate``. A draft takes `seconds`. Without
+    drafts a second brings `rate` tokens."""
     found, right = 0.0, 1.0
     for share in _padded(shares, most) if shares else ():
         right *= share
