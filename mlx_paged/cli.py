@@ -21,7 +21,7 @@ from mlx_paged.option_kinds import (
     OnOff,
     read_number,
 )
-from mlx_paged.options import DEFAULTS, OPTIONS, SAME
+from mlx_paged.options import DEFAULTS, MEMORY_FLAGS, OPTIONS, SAME, STEP_FLAGS
 
 KV_BLOCK_SIZES = (8, 16, 32)
 QUANTIZATION = {"--kv-group-size": 64, "--quantized-kv-start": 5000}
@@ -216,17 +216,11 @@ METRICS: tuple[Flag, ...] = (
 def engine_flags(stall: Flag | None = None, policy: Flag | None = None) -> list[Flag]:
     """The flags of an engine that all commands have. `stall` is the command's own
     ``--max-stall-ms``, `policy` its own ``--policy``."""
+    own = {"max_stall_ms": stall, "policy": policy}
     return [
-        *map(flag_of, ("kv_memory", "cache_limit", "wired", "kv_bits")),
+        *map(flag_of, MEMORY_FLAGS),
         *((flag, _only(n), n, "N", f"only {n} is accepted") for flag, n in QUANTIZATION.items()),
-        stall or flag_of("max_stall_ms"),
-        policy or flag_of("policy"),
-        *map(
-            flag_of, ("preempt", "compile", "cpu_linear", "cascade", "prefix_cache", "max_pinned")
-        ),
-        *map(flag_of, ("kv_disk", "kv_disk_gb", "speculate")),
-        *map(flag_of, ("draft_model", "draft_head", "num_draft_tokens")),
-        *map(flag_of, ("adapters", "adapter_memory")),
+        *(own.get(name) or flag_of(name) for name in STEP_FLAGS),
     ]
 
 
@@ -263,13 +257,32 @@ def check_flags(args: argparse.Namespace) -> None:
             raise ValueError("--draft-head is auto: expected --model, whose folder has the head")
     elif args.draft_head is not None and not Path(args.draft_head).exists():
         raise ValueError(f"--draft-head {args.draft_head}: no such file or directory")
-    if args.kv_disk_gb is not None and args.kv_disk is None:
-        raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
-    if args.kv_disk is not None and Path(args.kv_disk).is_file():
-        raise ValueError(f"--kv-disk {args.kv_disk}: it is a file: expected a directory")
+    for name in STEP_FLAGS:
+        _check_flag(args, name)
     check_model(args.model or str(demo_model_path()), args.adapter_path)
     if args.draft_model is not None:
         try:
             check_model(args.draft_model)
         except ValueError as error:
             raise ValueError(f"--draft-model: {error}") from None
+
+
+def _check_flag(args: argparse.Namespace, name: str) -> None:
+    """Raise ValueError if the flag of an option lacks the flag that it belongs to, or if what the
+    flag names cannot be right."""
+    option, value = OPTIONS[name], getattr(args, name)
+    flag = option.flag
+    assert flag is not None, name
+    is_given = value is not None and value != flag.default
+    if flag.beside and is_given and getattr(args, flag.beside) is None:
+        raise ValueError(f"{flag.names} is given: expected {_names(flag.beside)} beside it")
+    problem = option.kind.problem(value)
+    if problem is not None:
+        raise ValueError(f"{flag.names} {value}: {problem}")
+
+
+def _names(name: str) -> str:
+    """The names of an option's flag."""
+    flag = OPTIONS[name].flag
+    assert flag is not None, name
+    return flag.names

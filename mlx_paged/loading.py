@@ -11,10 +11,10 @@ from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path, load_config
 
-from mlx_paged.cli import demo_model_path
+from mlx_paged.cli import demo_model_path, flag_of
 from mlx_paged.launched import rank
 from mlx_paged.model_folders import check_model
-from mlx_paged.options import DEFAULTS, OPTIONS
+from mlx_paged.options import DEFAULTS, OF_ONE_MODEL, OPTIONS
 from mlx_paged.runner.positions import positions
 from mlx_paged.vision.host import load_seeing
 
@@ -34,8 +34,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: a draft model that cannot be loaded.
     """
     options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
-    if args.kv_disk_gb is None:
-        del options["kv_disk_gb"]
+    for name, default in DEFAULTS.items():  # of flags that were not given
+        if default is not None and options.get(name, default) is None:
+            del options[name]
     if args.draft_model is not None:
         options["draft_model"] = _draft_model(args.draft_model)
     if str(args.draft_head) == "auto":
@@ -47,12 +48,10 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def of_another_model(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of a command for another model than that of ``--model``, to which the adapter,
-    the draft model, the head and the directory of K/V belong."""
-    own = ("adapter_path", "adapters", "draft_model", "draft_head", "kv_disk", "kv_disk_gb")
-    num_draft_tokens = DEFAULTS["num_draft_tokens"]
-    others = dict.fromkeys(own) | {"num_draft_tokens": num_draft_tokens}
-    return argparse.Namespace(**vars(args) | others)
+    """The arguments of a command for another model than that of ``--model``, to which the adapter
+    and the options :data:`OF_ONE_MODEL` belong."""
+    others = {name: flag_of(name)[2] for name in OF_ONE_MODEL}
+    return argparse.Namespace(**vars(args) | {"adapter_path": None} | others)
 
 
 def load_model(

@@ -2,6 +2,7 @@
 Knows no mlx."""
 
 import math
+import pathlib as files
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -56,6 +57,10 @@ class Kind:
             ValueError: the text means none; the message says what is expected.
         """
         return text
+
+    def problem(self, value: Any) -> str | None:
+        """Why a command cannot use the value of a flag, as far as its files show; None: it can."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,15 @@ class Path(Kind):
         require_paths(op, **{name: value})
         path: str | PathLike[str] | None = value
         return path
+
+
+@dataclass(frozen=True)
+class Directory(Path):
+    """The path of a directory, which need not exist, or None."""
+
+    def problem(self, value: Any) -> str | None:
+        is_file = value is not None and files.Path(value).is_file()
+        return "it is a file: expected a directory" if is_file else None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mlx_paged.arguments import GB, MAX_INT32, one_of, require, shown
 from mlx_paged.option_kinds import (
     Bytes,
     Choice,
+    Directory,
     Gigabytes,
     Kind,
     Milliseconds,
@@ -104,12 +105,14 @@ class OptionFlag:
             `help` does not say "(default".
         metavar: stands for the value in the help; "" for a flag without a value, or with choices.
         default: of the flag, if it is another one than the option's.
+        beside: name of the option without whose flag this flag has no meaning; "": none.
     """
 
     names: str
     help: str
     metavar: str = ""
     default: Any = SAME
+    beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +254,7 @@ class PoolConfig:
     )
     kv_disk: str | PathLike[str] | None = option(
         None,
-        Path(),
+        Directory(),
         "a directory in which K/V outlives the pool and the process (docs/kv-disk.md)."
         " :meth:`close` writes what is missing there. Default: none.",
         OptionFlag("--kv-disk", "also keep K/V in this directory, for later processes", "DIR"),
@@ -280,9 +283,20 @@ class PoolConfig:
         can_share = self.prefix_cache or self.kv_disk is None
         require(can_share, "Engine", "prefix_cache", self.prefix_cache, "True with kv_disk")
 
+    @property
+    def transfers_blocks(self) -> bool:
+        """Whether blocks leave the pool and come back."""
+        return self.kv_disk is not None
+
     def of_pool(self, **others: Any) -> PoolConfig:
         """The options of another pool: these ones, with other values of some fields."""
         return PoolConfig(**{f.name: getattr(self, f.name) for f in fields(PoolConfig)} | others)
+
+    def of_another_model(self, **others: Any) -> PoolConfig:
+        """The options of a pool of another model, to which what was given for this model does not
+        belong, with other values of some fields."""
+        own = {f.name: f.default for f in fields(PoolConfig) if f.name in OF_ONE_MODEL}
+        return self.of_pool(**own | others)
 
 
 GUESSER = f"None or, without a draft model, {one_of(GUESSERS)}"
@@ -404,7 +418,11 @@ class EngineConfig(PoolConfig):
         Gigabytes(),
         "the largest size of the directory `kv_disk`, in GB.",
         OptionFlag(
-            "--kv-disk-gb", "maximum size of that directory (default: 20 GB)", "GB", default=None
+            "--kv-disk-gb",
+            "maximum size of that directory (default: 20 GB)",
+            "GB",
+            default=None,
+            beside="kv_disk",
         ),
     )
     model_files: Sequence[str | PathLike[str]] = option(
@@ -431,3 +449,18 @@ OPTIONS: Mapping[str, Option] = {
 """The options by their names, which are those of the keywords of :class:`mlx_paged.Engine`."""
 
 DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(EngineConfig)}
+
+MEMORY_FLAGS = ("kv_memory", "cache_limit", "wired", "kv_bits")
+"""Options of memory that all commands with an engine have flags for, in the order of their help."""
+
+STEP_FLAGS = (
+    *("max_stall_ms", "policy", "preempt", "compile", "cpu_linear", "cascade"),
+    *("prefix_cache", "max_pinned", "kv_disk", "kv_disk_gb", "speculate"),
+    *("draft_model", "draft_head", "num_draft_tokens", "adapters", "adapter_memory"),
+)
+"""The other options that all commands with an engine have flags for, in the order of their help."""
+
+OF_ONE_MODEL = (
+    *("adapters", "draft_model", "draft_head", "num_draft_tokens", "kv_disk", "kv_disk_gb"),
+)
+"""Options whose values belong to the model of ``--model``: another model has none of them."""

@@ -39,7 +39,7 @@ def prewarm(
     kinds: Sequence[AttentionKind],
     block_size: int,
     plan: PoolPlan | None = None,
-    has_disk: bool = False,
+    transfers: bool = False,
     only_ragged: bool = False,
 ) -> float | None:
     """Dispatch every pipeline once: attention of single tokens, of chunks and of both together,
@@ -51,7 +51,7 @@ def prewarm(
     Args:
         block_size: tokens in a block, unless the plan has others for a layer's shape.
         only_ragged: every forward has a row for each token, so chunks come in ragged batches alone.
-        has_disk: whether blocks will come from a disk: to write them is a pipeline of its own.
+        transfers: whether blocks will come from elsewhere: to write them is a pipeline of its own.
 
     Returns:
         Seconds it took; None if the default device is a CPU, which compiles nothing at run time.
@@ -62,17 +62,17 @@ def prewarm(
     sizes = {} if plan is None else {array.shape: array.block_size for array in plan.arrays}
     for kind in tqdm(kinds, desc="GPU kernels", unit="layer kind", leave=False, disable=None):
         if ops.kernel_for(None, kind.shape.head_dim, kind.shape.v_head_dim) == "native":
-            _dispatch(kind, sizes.get(kind.shape, block_size), has_disk, only_ragged)
+            _dispatch(kind, sizes.get(kind.shape, block_size), transfers, only_ragged)
     return time.perf_counter() - started
 
 
-def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged: bool) -> None:
+def _dispatch(kind: AttentionKind, block_size: int, transfers: bool, only_ragged: bool) -> None:
     shape = kind.shape
     pool = KVPool([shape], NUM_BLOCKS, block_size)
     k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
     pool.write(0, k, v, as_int32([0]))
     pool.copy_blocks([BlockCopy(0, 1)])
-    if has_disk:
+    if transfers:
         write_blocks(pool, np.zeros(1, np.int32), 0, read_blocks(pool, [0], 0))
     mx.eval(pool.handles())
     if not max_paged_queries():  # attention is MLX's own

@@ -19,7 +19,7 @@ from mlx_paged.scheduler.step import DeviceError, Span
 LOGGER = logging.getLogger(__name__)
 
 RATE = 0.1  # rate at which what is known of drafts follows the latest ones
-CATCH_UP = 256  # tokens that the model reads in a step at most before it drafts
+CHUNK = 256  # tokens that the model reads in a step at most before it drafts
 
 
 @dataclass(eq=False)
@@ -49,13 +49,8 @@ def pooled_beside(
 ) -> PooledModel:
     """A model on a pool with room for as many tokens as the target's."""
     room = target.pool.num_blocks // target.plan.width
-    config = target.config.of_pool(
-        num_blocks=room,
-        prefill_chunk=CATCH_UP,
-        kv_bits=None,
-        kv_disk=None,
-        adapters=None,
-        **options,
+    config = target.config.of_another_model(
+        num_blocks=room, prefill_chunk=CHUNK, kv_bits=None, **options
     )
     if profile.states.exist:  # of its drafts' states none is worth a snapshot
         config = config.of_pool(prefix_cache=False)
@@ -148,10 +143,10 @@ class PooledDrafter:
 
     def _drafts(self, depths: dict[int, int], requests: list[Request]) -> dict[int, list[int]]:
         """Drafts of at most these depths by request id, one step of the model for each."""
-        planning, room = Planning(), CATCH_UP
+        planning, room = Planning(), CHUNK
         for request in requests:
             room -= self._read(planning, request, room)
-        self._num_read = CATCH_UP - room
+        self._num_read = CHUNK - room
         launched: list[LaunchedStep] = []
         for depth in range(1, 1 + max(depths.values())):
             if not planning.spans:

@@ -279,8 +279,8 @@ def _compiled(
     for profile in profiles if compiles else ():
         plan = profile.pool_plan(config.block_size)
         only_ragged = profile.batching is Batching.MIXED
-        has_disk = config.kv_disk is not None and profile is profiles[0]
-        took = prewarm(profile.attentions, config.block_size, plan, has_disk, only_ragged)
+        transfers = config.transfers_blocks and profile is profiles[0]
+        took = prewarm(profile.attentions, config.block_size, plan, transfers, only_ragged)
         seconds += [] if took is None else [took]
     return sum(seconds) if seconds else None
 

@@ -130,7 +130,7 @@ def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, gpu, mon
     model = tiny_model(model_type, num_hidden_layers=2)
     metal = MetalRunner()
     metal.install(monkeypatch)
-    seconds = prewarm.prewarm(probe(model).attentions, 4, has_disk=True)
+    seconds = prewarm.prewarm(probe(model).attentions, 4, transfers=True)
     monkeypatch.undo()
     metal.install(monkeypatch)
     assert seconds is not None and seconds > 0
