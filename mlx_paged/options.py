@@ -9,7 +9,7 @@ from enum import StrEnum
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlx_paged.arguments import GB, MAX_INT32, one_of, require, shown
+from mlx_paged.arguments import GB, MAX_INT32, is_whole, one_of, require, shown
 from mlx_paged.option_kinds import (
     Bytes,
     Choice,
@@ -89,6 +89,19 @@ class Bits(Kind):
             return checked_bits("Engine", text)
         except ValueError as error:
             raise ValueError(str(error).partition("] ")[2]) from None
+
+
+class EightBits(Kind):
+    """Values of ``snapshot_bits``."""
+
+    def check(self, op: str, name: str, value: Any) -> int | None:
+        require(value is None or (is_whole(value) and value == 8), op, name, value, "8 or None")
+        return None if value is None else 8
+
+    def read(self, text: str) -> int:
+        if text != "8":
+            raise ValueError(f"expected 8, got {text!r}")
+        return 8
 
 
 SAME = object()
@@ -231,6 +244,18 @@ class PoolConfig:
         " copies to share prefixes; 0: they do not share them. Default: four copies for each"
         " running request, but at most a quarter of the memory that the device can spare.",
     )
+    snapshot_bits: int | None = option(
+        None,
+        EightBits(),
+        "8 to store these copies with so many bits an element: a third of float32's bytes or less."
+        " A prompt that goes on from such a copy may get other tokens; docs/engine.md has the"
+        " differences. Default: as the model computes them.",
+        OptionFlag(
+            "--snapshot-bits",
+            "store kept states of recurrent layers in so many bits (default: not quantized)",
+            "8",
+        ),
+    )
     compile: bool | None = option(
         None,
         OnOff(may_choose=True),
@@ -282,6 +307,10 @@ class PoolConfig:
             object.__setattr__(self, each.name, value)
         can_share = self.prefix_cache or self.kv_disk is None
         require(can_share, "Engine", "prefix_cache", self.prefix_cache, "True with kv_disk")
+        keeps = self.prefix_cache and self.snapshot_memory != 0
+        expected = "None with prefix_cache=False or snapshot_memory=0"
+        is_used = keeps or self.snapshot_bits is None
+        require(is_used, "Engine", "snapshot_bits", self.snapshot_bits, expected)
 
     @property
     def transfers_blocks(self) -> bool:
@@ -450,7 +479,7 @@ OPTIONS: Mapping[str, Option] = {
 
 DEFAULTS: Mapping[str, Any] = {each.name: each.default for each in fields(EngineConfig)}
 
-MEMORY_FLAGS = ("kv_memory", "cache_limit", "wired", "kv_bits")
+MEMORY_FLAGS = ("kv_memory", "cache_limit", "wired", "kv_bits", "snapshot_bits")
 """Options of memory that all commands with an engine have flags for, in the order of their help."""
 
 STEP_FLAGS = (
@@ -462,5 +491,6 @@ STEP_FLAGS = (
 
 OF_ONE_MODEL = (
     *("adapters", "draft_model", "draft_head", "num_draft_tokens", "kv_disk", "kv_disk_gb"),
+    "snapshot_bits",
 )
 """Options whose values belong to the model of ``--model``: another model has none of them."""

@@ -86,6 +86,7 @@ FEATURES = {
         (
             "runner/recurrent_states.py",
             "runner/recurrent_rows.py",
+            "runner/stored_states.py",
             "kv/snapshots.py",
             "kv/states.py",
             "kv/state_ends.py",

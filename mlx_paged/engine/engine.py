@@ -73,6 +73,9 @@ class Engine(ModelCore):
         snapshot_memory: bytes for copies of the states of recurrent layers. Models with such layers
             need these copies to share prefixes; 0: they do not share them. Default: four copies for
             each running request, but at most a quarter of the memory that the device can spare.
+        snapshot_bits: 8 to store these copies with so many bits an element: a third of float32's
+            bytes or less. A prompt that goes on from such a copy may get other tokens;
+            docs/engine.md has the differences. Default: as the model computes them.
         lookahead: launch each step before the step before it has been read. The device then hardly
             waits for the host, and every token is seen one step later.
         prewarm: compile the GPU pipelines and trace the decodes now, so that the first requests do
@@ -139,6 +142,7 @@ class Engine(ModelCore):
         prefix_cache: bool = True,
         max_pinned: float = 0.25,
         snapshot_memory: int | None = None,
+        snapshot_bits: int | None = None,
         lookahead: bool = True,
         prewarm: bool | None = True,
         speculate: str | None = None,
@@ -179,6 +183,7 @@ class Engine(ModelCore):
             prefix_cache=prefix_cache,
             max_pinned=max_pinned,
             snapshot_memory=snapshot_memory,
+            snapshot_bits=snapshot_bits,
             lookahead=lookahead,
             prewarm=prewarm,
             speculate=speculate,

@@ -56,6 +56,7 @@ class Snapshots:
         self.max_snapshots = integer("Engine", "max_snapshots", max_snapshots, 1)
         self._by_key: dict[tuple[int, int], Snapshot] = {}  # the latest used last
         self._runs: dict[int, set[int]] = {}  # by block
+        self._states = set[int]()  # ids
         self._floor = 0
         self._release = release
 
@@ -105,6 +106,10 @@ class Snapshots:
         """The ids of the states of all snapshots."""
         return (snapshot.state for snapshot in self._by_key.values())
 
+    def has_state(self, state_id: int) -> bool:
+        """Whether a snapshot has the state with this id."""
+        return state_id in self._states
+
     def get(self, block: int, run: int) -> Snapshot:
         """The snapshot after `run` tokens of `block`. The call does not count as a use."""
         return self._by_key[block, run]
@@ -149,6 +154,7 @@ class Snapshots:
         assert keys == self._by_key.keys(), "a snapshot is lost, or left behind"
         assert all(self._runs.values()) and len(self) <= self.max_snapshots, "too many snapshots"
         assert len(set(map(id, self._by_key.values()))) == len(self), "one snapshot, two keys"
+        assert self._states == {*self.state_ids()}, "a state is not that of a snapshot"
         for (block, run), snapshot in self._by_key.items():
             assert 0 < run <= num_tokens.get(block, 0), "a snapshot without its block"
             num_before = snapshot.position - run
@@ -171,6 +177,7 @@ class Snapshots:
 
     def _keep(self, key: tuple[int, int], snapshot: Snapshot) -> None:
         self._by_key[key], snapshot.key = snapshot, key
+        self._states.add(snapshot.state)
         self._runs.setdefault(key[0], set()).add(key[1])
 
     def _pop(self, key: tuple[int, int]) -> Snapshot:
@@ -178,7 +185,9 @@ class Snapshots:
         self._runs[block].remove(run)
         if not self._runs[block]:
             del self._runs[block]
-        return self._by_key.pop(key)
+        snapshot = self._by_key.pop(key)
+        self._states.discard(snapshot.state)
+        return snapshot
 
     def _discard(self, key: tuple[int, int]) -> None:
         snapshot = self._pop(key)

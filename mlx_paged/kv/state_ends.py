@@ -26,6 +26,7 @@ class StateEnds:
         caches: of each layer group.
         new_state: a state at a position, held once.
         release: called with the id of a state that is not kept.
+        rest: called with the id of a state that is kept and that no sequence has held.
     """
 
     is_within_blocks = False
@@ -36,11 +37,12 @@ class StateEnds:
         snapshots: Snapshots,
         new_state: Callable[[int], State],
         release: Callable[[int], None],
+        rest: Callable[[int], None] = lambda state_id: None,
     ) -> None:
         self._first, *self._others = caches
         self._block_size = self._first.block_size
         self._snapshots = snapshots
-        self._new_state, self._release = new_state, release
+        self._new_state, self._release, self._rest = new_state, release, rest
         self._first.dependents = snapshots
         for cache in caches:
             cache.min_run = 1  # a state is worth a copy of any length
@@ -84,6 +86,7 @@ class StateEnds:
         state = self._new_state((needed.index + 1) * self._block_size)
         known = needed.known
         if self.keep(known.parent, known.tokens, Snapshot(state.position, state=state.id)):
+            self._rest(state.id)
             return BlockTransfer(needed.key, 0, (), payload, state.id)
         self._release(state.id)
         return None

@@ -63,11 +63,16 @@ class StateKind(Protocol):
 
     Attributes:
         exist: whether the model has such layers.
-        released: ids of states that nobody holds any more; the next step names them.
+        released: ids of states that nobody holds any more; the next step names them. A negative
+            number: the state with this id, without the sign, is only kept for later prompts from
+            now on, and may be stored in fewer bytes.
+        layout: how states are kept that later prompts begin with, where they are rounded; empty:
+            as they were computed.
     """
 
     exist: bool
     released: list[int]
+    layout: str
 
     @property
     def can_share(self) -> bool:
@@ -141,6 +146,7 @@ class NoStates:
     exist = False
     can_share = True
     promised_bytes = 0
+    layout = ""
 
     def __init__(self) -> None:
         self.released: list[int] = []

@@ -65,16 +65,27 @@ class StateIds:
         max_snapshots: snapshots of the prefix cache at most; 0: there are none, and no prefix is
             reused.
         state_bytes: of the arrays of one state.
+        kept_bytes: of a state that only a snapshot holds, where such a state is stored otherwise.
+        layout: how it is stored then; empty: as it was computed.
     """
 
     exist = True
 
-    def __init__(self, max_snapshots: int = 0, state_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        max_snapshots: int = 0,
+        state_bytes: int = 0,
+        kept_bytes: int | None = None,
+        layout: str = "",
+    ) -> None:
         self.snapshots: Snapshots | None = None
         if integer("Engine", "max_snapshots", max_snapshots, 0):
             self.snapshots = Snapshots(max_snapshots, self.release)
         self.released: list[int] = []
+        self.layout = layout
         self._state_bytes = state_bytes
+        self._kept_bytes = state_bytes if kept_bytes is None else kept_bytes
+        self._at_rest = set[int]()  # ids of states that are stored otherwise
         self._block_size = 0
         self._holders: dict[int, int] = {}
         self._num_given = 0
@@ -89,13 +100,13 @@ class StateIds:
         snapshots = self.snapshots
         if snapshots is None:
             return 0
-        return self._state_bytes * (snapshots.max_snapshots - len(snapshots))
+        return self._kept_bytes * (snapshots.max_snapshots - len(snapshots))
 
     def prefix_ends(self, caches: Sequence[PrefixCache]) -> PrefixEnds:
         self._block_size = caches[0].block_size
         if self.snapshots is None:
             return AnyEnd(caches)
-        return StateEnds(caches, self.snapshots, self.new, self.release)
+        return StateEnds(caches, self.snapshots, self.new, self.release, self._rest)
 
     def new(self, position: int) -> State:
         """A state that no step has left yet, held once."""
@@ -115,9 +126,20 @@ class StateIds:
         count = self._holders[state_id] - 1
         if count:
             self._holders[state_id] = count
+            if count == 1:
+                self._rest(state_id)
         else:
             del self._holders[state_id]
+            self._at_rest.discard(state_id)
             self.released.append(state_id)
+
+    def _rest(self, state_id: int) -> None:
+        """Let a state be stored otherwise if only a snapshot holds the state."""
+        if not self.layout or state_id in self._at_rest:
+            return
+        if self.snapshots is not None and self.snapshots.has_state(state_id):
+            self._at_rest.add(state_id)
+            self.released.append(-state_id)
 
     # Of sequences
 
@@ -213,6 +235,7 @@ class StateIds:
             states.newest = newest
             if holders.get(before.id) == 1:
                 del holders[before.id]
+                self._at_rest.discard(before.id)
                 self.released.append(before.id)
             else:
                 self.release(before.id)
@@ -268,11 +291,14 @@ class StateIds:
         return True
 
     def holdings(self) -> list[Holding]:
-        size, kept = self._state_bytes, len(self.snapshots or ())
+        size, kept = self._kept_bytes, len(self.snapshots or ())
+        if self.layout:
+            kept = len(self._at_rest)
         limit = 0 if self.snapshots is None else self.snapshots.max_snapshots
+        others = len(self._holders) - kept
         return [
             Holding("snapshots", size * kept, size * limit, is_mlx=True),
-            Holding("states", size * (len(self._holders) - kept), is_mlx=True),
+            Holding("states", self._state_bytes * others, is_mlx=True),
         ]
 
     def check_integrity(self, of_sequences: Iterable[SequenceStates]) -> None:
@@ -286,3 +312,4 @@ class StateIds:
         del held[0]
         assert dict(held) == self._holders, "a state is lost, or held by nobody"
         assert not self._holders.keys() & self.released, "a state that is held was released"
+        assert self._at_rest <= self._holders.keys(), "a state at rest is held by nobody"

@@ -86,6 +86,7 @@ def identity(model: nn.Module, tokenizer: Any, pooled: Pooled, weights: str) -> 
         "options": getattr(options, "__dict__", None) or repr(options),
         "tokenizer": _vocabulary(tokenizer),
         "layout": [pooled.pool.block_size, str(pooled.plan)],  # shapes and kv_bits among it
+        **({"states": layout} if (layout := pooled.allocator.states.layout) else {}),
         "computed by": [*map(version, ("mlx", "mlx-lm", "mlx-paged")), str(mx.default_device())],
     }
     return sha256(json.dumps(known, sort_keys=True, default=repr).encode()).digest()

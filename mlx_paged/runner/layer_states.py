@@ -68,7 +68,8 @@ class LayerStates(Protocol):
         """Which of the layers with states use one of these caches of the model."""
 
     def release(self, state_ids: Iterable[int]) -> None:
-        """Forget states. Ids of states that were never computed are ignored."""
+        """Forget states, or store them in fewer bytes: see `StateKind.released`. Ids of states
+        that were never computed are ignored."""
 
     def separate(self, spans: Sequence[Span] = ()) -> list[mx.array]:
         """Give states that these spans, which were computed now, do not read or leave at their ends

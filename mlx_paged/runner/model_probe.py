@@ -103,12 +103,14 @@ class ModelProfile:
         """The profile of the model with K/V that is stored as the options say.
 
         Raises:
-            ValueError: a layer's K/V cannot be stored with these `kv_bits`.
+            ValueError: a layer's K/V cannot be stored with these `kv_bits`, or there are no states
+                to store with these `snapshot_bits`.
         """
         kv_bits = config.kv_bits
         shapes = tuple(s and s.quantized("Engine", kv_bits) for s in self.shapes)
         kinds = (replace(k, shape=k.shape.quantized("Engine", kv_bits)) for k in self.attentions)
-        return replace(self, shapes=shapes, attentions=tuple(kinds))
+        states = self.states.stored_by(config)
+        return replace(self, shapes=shapes, attentions=tuple(kinds), states=states)
 
     def pool_plan(self, block_size: int, shares: bool = True) -> PoolPlan:
         """How its layers share a pool; `shares`: whether also arrays, if their windows differ."""
@@ -209,11 +211,7 @@ def probe(model: nn.Module) -> ModelProfile:
     return ModelProfile(
         shapes=tuple(leaf.shape for leaf in layers),
         batching=batching,
-        states=StateProfile(
-            recurrent,
-            diverts_states,
-            sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
-        ),
+        states=StateProfile.of(states, diverts_states),
         attentions=tuple(dict.fromkeys(kinds)),
         windows=tuple(map(_widest, traces)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.runner.layer_states import Forms, LayerState, States
 from mlx_paged.runner.recurrent_rows import RecurrentRows, Run, empty_like
+from mlx_paged.runner.stored_states import StoredStates
 from mlx_paged.scheduler.step import Span
 
 
@@ -25,16 +26,34 @@ class _Joined:
     """
 
     def __init__(self, states: States, is_of_chunk: bool = False) -> None:
-        self.states = states
+        self._states = states
         self.forms = forms_of(states)
         self.rows = max([len(array) for array in arrays_of(states)], default=1)
         self.held = 0
         self.is_of_chunk = is_of_chunk
 
     @property
+    def states(self) -> States:
+        return self._states
+
+    @property
     def wastes_memory(self) -> bool:
         """Whether the arrays keep more in memory than the states that the store has."""
         return self.is_of_chunk or self.held < self.rows
+
+
+class _Stored(_Joined):
+    """The states of one sequence, which are stored in fewer bytes. Who reads them gets them as
+    arrays like those of all others."""
+
+    def __init__(self, stored: StoredStates) -> None:
+        super().__init__(stored.states)
+        self.stored, self._states = stored, []
+        self.held = 1
+
+    @property
+    def states(self) -> States:
+        return self.stored.states
 
 
 class RecurrentStates:
@@ -46,9 +65,17 @@ class RecurrentStates:
     leaves gets arrays of its own, unless all rows beside it are states that are kept, too.
     """
 
-    def __init__(self, caches: Sequence[ArraysCache], rows: RecurrentRows | None = None) -> None:
-        """`rows` computes forwards of rows; None: the model cannot, except for one row each."""
+    def __init__(
+        self,
+        caches: Sequence[ArraysCache],
+        rows: RecurrentRows | None = None,
+        in_8_bits: bool = False,
+    ) -> None:
+        """`rows` computes forwards of rows; None: the model cannot, except for one row each. With
+        `in_8_bits` the states that are kept for later prompts are stored so."""
         self.caches = list(caches)
+        self._in_8_bits = in_8_bits
+        self._to_store = set[int]()  # ids of states that the next step stores
         self.exist = bool(self.caches)
         self.takes_rows = rows is not None
         self._rows = rows
@@ -170,16 +197,21 @@ class RecurrentStates:
         self._empty_caches()
 
     def release(self, state_ids: Iterable[int]) -> None:
-        """Forget states. Ids that the store does not have, of a step that failed, are ignored."""
+        """Forget states, or store them in 8 bits: those of negative numbers. Ids that the store
+        does not have, of a step that failed, are ignored."""
         for state_id in state_ids:
-            if (place := self._held.pop(state_id, None)) is not None:
+            if state_id < 0:
+                self._to_store.add(-state_id)
+            elif (place := self._held.pop(state_id, None)) is not None:
                 place[0].held -= 1
         self._mixed.intersection_update(self._held)
+        self._to_store.intersection_update(self._held)
 
     def separate(self, spans: Sequence[Span] = ()) -> list[mx.array]:
         """Let states that these spans, which were computed now, do not read or leave at their ends
         have arrays of their own: a row keeps those beside it in memory. Returns the new arrays,
         which are not evaluated."""
+        stored = self._stored_now()
         left = [span.leaves[-1].id for span in spans]
         apart = self._mixed.difference(left, [span.reads for span in spans])
         waiting = [each for each in apart if self._held[each][0].wastes_memory]
@@ -187,13 +219,39 @@ class RecurrentStates:
             own = self.copy(state_id)
             self.release([state_id])
             self.put(state_id, own)
-        return self.arrays(waiting)
+        return self.arrays(waiting) + stored
+
+    def _stored_now(self) -> list[mx.array]:
+        """Store the states in 8 bits that are to be; returns the new arrays."""
+        waiting, self._to_store = self._to_store, set[int]()
+        arrays = list[mx.array]()
+        for state_id in waiting:
+            if not isinstance(self._held[state_id][0], _Stored):
+                stored = self._as_stored(state_id)
+                self.release([state_id])
+                self._held[state_id] = _Stored(stored), 0
+                arrays += stored.arrays
+        return arrays
+
+    def _as_stored(self, state_id: int) -> StoredStates:
+        """A state in 8 bits."""
+        joined, _ = self._held[state_id]
+        return (
+            joined.stored if isinstance(joined, _Stored) else StoredStates.of(self.copy(state_id))
+        )
 
     def copied_out(self, state_id: int) -> tuple[list[mx.array], Callable[[], bytes]]:
+        if self._in_8_bits:
+            stored = self._as_stored(state_id)
+            return stored.arrays, stored.packed
         copied = self.copy(state_id)
         return arrays_of(copied), partial(packed, copied)
 
     def put_back(self, state_id: int, content: bytes) -> list[mx.array]:
+        if self._in_8_bits:
+            stored = StoredStates.unpacked(content)
+            self._held[state_id] = _Stored(stored), 0
+            return stored.arrays
         states = unpacked(content)
         self.put(state_id, states)
         return arrays_of(states)
@@ -220,6 +278,7 @@ class RecurrentStates:
         """Forget every state and empty the model's caches."""
         self._held.clear()
         self._mixed.clear()
+        self._to_store.clear()
         self._empty_caches()
 
     def left_by(self, spans: Iterable[Span], layers: Sequence[int] | None = None) -> list[mx.array]:

@@ -106,7 +106,7 @@ class Step:
     loads: Sequence[BlockTransfer] = ()
     # Block copies to perform before any K/V is written.
     copies: Sequence[BlockCopy] = ()
-    # Ids of recurrent states that nothing reads after this step.
+    # Ids of recurrent states that nothing reads after this step; see `StateKind.released`.
     released: Sequence[int] = ()
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
