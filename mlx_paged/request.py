@@ -5,8 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
+from mlx_paged.constraint import Constraint
 from mlx_paged.kv.pins import Pinned
 from mlx_paged.prompt import Prompt
 from mlx_paged.sampling_params import SamplingParams
@@ -34,15 +35,6 @@ class PromptLogprob(NamedTuple):
     logprob: float
     rank: int  # 1: the likeliest token, which greedy decoding takes
     top: tuple[tuple[int, float], ...]  # the likeliest ones and their log-probabilities, best first
-
-
-class Grammar(Protocol):
-    """What the tokens of a request follow; ``sampling/grammar.py`` implements it."""
-
-    @property
-    def forced(self) -> list[int]: ...
-    def follow(self, tokens: Sequence[int]) -> None: ...
-    def copy(self, tokens: Sequence[int]) -> Self: ...
 
 
 class Variant(Protocol):
@@ -105,7 +97,7 @@ class Request:
     # Of each prompt token, as far as known; None: not wanted.
     prompt_logprobs: list[PromptLogprob | None] | None = None
     known_keys: list[int] = field(default_factory=list)  # `keys` as of the last call, if `prompt`
-    grammar: Grammar | None = None  # that its generated tokens follow
+    constraint: Constraint | None = None  # that its generated tokens follow
     pinned: Pinned | None = None  # what came of the wish to keep its K/V, if it has ended
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
@@ -169,7 +161,7 @@ class Request:
     def may_forbid_all(self) -> bool:
         """Whether its options may forbid every token."""
         params = self.params
-        forbids = -math.inf in dict(params.logit_bias).values() or self.grammar is not None
+        forbids = -math.inf in dict(params.logit_bias).values() or self.constraint is not None
         return forbids or bool(params.logits_processors)
 
     @property

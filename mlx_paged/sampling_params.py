@@ -180,7 +180,7 @@ class SamplingParams:
         one_choice = self.sampler is None or not self.temperature
         beside = "None beside a temperature above 0"
         require(one_choice, "SamplingParams", "sampler", self.sampler, beside)
-        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"[SamplingParams] {' and '.join(given)} are given: expected one")
         if given and self.ignore_eos:
@@ -192,7 +192,7 @@ class SamplingParams:
     @property
     def constraint(self) -> tuple[str, str] | None:
         """The name and the value of the field that constrains the text, if one does."""
-        given = ((name, getattr(self, name)) for name in GRAMMARS)
+        given = ((name, getattr(self, name)) for name in CONSTRAINTS)
         return next(((name, source) for name, source in given if source is not None), None)
 
     @property
@@ -231,7 +231,7 @@ class CompilerBusy(RuntimeError):
     """Too many grammars wait for the compiler."""
 
 
-GRAMMARS = ("json_schema", "regex", "grammar")  # fields of which one may constrain the text
+CONSTRAINTS = ("json_schema", "regex", "grammar")  # fields of which one may constrain the text
 
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""

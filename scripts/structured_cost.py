@@ -30,6 +30,7 @@ from bench.pairs import in_turns, ratio
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT
 from mlx_paged.loading import load_model
+from mlx_paged.sampling.grammar import Grammars
 
 TEXT = {"type": "string", "minLength": 4000}
 BOUND: dict[str, Any] = {"json_schema": TEXT}
@@ -99,7 +100,8 @@ def count_steps(fast_forward: bool) -> tuple[int, int]:
     """Steps and tokens of one object with fixed keys on the demo model."""
     model, tokenizer = load_model()
     engine = Engine(model, tokenizer, num_blocks=64)
-    engine._pipeline.fast_forward = fast_forward
+    assert isinstance(engine.constraints, Grammars)
+    engine.constraints.fast_forward = fast_forward
     engine.add_request("x = ", json_schema=KEYS, max_tokens=200)
     steps = tokens = 0
     while engine.has_work:

@@ -236,8 +236,8 @@ class BeamSearch:
             Queueing.of(root),
             logprobs=logprobs,
             like=root,
+            constraint=parent.constraint and parent.constraint.copy(parent.tokens),
         )
-        child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)
         self._searches[child.id] = self
         scheduler.fork(parent, child)
         return child

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
+from mlx_paged.constraint import Constraints
 from mlx_paged.engine.beams import BeamGroup, BeamSearch
 from mlx_paged.engine.cache_control import CacheControl
 from mlx_paged.engine.one_thread import Occupancy, exclusive, exclusive_as
@@ -59,8 +60,8 @@ class EngineCore(CacheControl):
         ready: outputs that the next :meth:`step` returns.
         clock: seconds, for all times of requests and steps.
         token_ids: checks ids of tokens; any thread may use it.
+        constraints: makes those of requests. Any thread may compile more, before it adds a request.
         device_faults: steps that the device failed in, since the latest token.
-        grammars: compiled ones. Any thread may compile more, before it adds a request.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class EngineCore(CacheControl):
         embedding_rows: int | None = None,  # ids of prompts are below it; None: as `vocab_size`
         seed: int | None = None,  # of the random streams of requests that have no seed
         lookahead: bool = True,  # launch each step before the step before it has been read
-        fast_forward: bool = True,  # compute the tokens that grammars force together
+        mixes_steps: bool = True,  # steps may compute chunks of tokens beside decodes
         instruments: RecorderConfig | None = None,  # to measure its steps with
     ) -> None:
         instruments, clock = instruments or RecorderConfig(), scheduler.clock
@@ -94,17 +95,16 @@ class EngineCore(CacheControl):
         self._is_advancing = False
         rows = vocab_size if embedding_rows is None else embedding_rows
         self.token_ids = TokenIds(rows, vocab_size, tokenizer)
-        self.grammars = Grammars(tokenizer, vocab_size, self.token_ids.num_usable)
+        usable = self.token_ids.num_usable
+        self.constraints: Constraints = Grammars(tokenizer, vocab_size, usable, mixes_steps)
         self._encode = PromptEncoder(tokenizer, self.token_ids)
         self.clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
         self.observers = Observers[Any]()
         self._recorder.watch(self.observers)
-        self._pipeline = StepPipeline(
-            scheduler, runner, self._recorder.pauses, self.observers, fast_forward
-        )
+        self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, self.observers)
         self._outputs = OutputProcessor(tokenizer, clock)
-        self._make_request = RequestMaker(self.grammars, clock, seed)
+        self._make_request = RequestMaker(lambda *of: self.constraints.start(*of), clock, seed)
         self._requests, self._kept = dict[int, Request](), dict[int, Request]()
         self._beams: dict[int, BeamSearch] = {}  # by request id of every hypothesis
 
@@ -271,7 +271,7 @@ class EngineCore(CacheControl):
             request_id: a request under way, or an ended one that was kept.
             suffix: prompt tokens of the child that follow those of the parent.
             params: of the child; default: the parent's, without its seed. Then the child goes on
-                where the parent is in its grammar, which must allow the suffix.
+                where the parent is in its constraint, which must allow the suffix.
 
         Raises:
             ValueError: no such request, a beam search, or as :meth:`add_request`.
@@ -289,12 +289,11 @@ class EngineCore(CacheControl):
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         tokens = parent.tokens + self._encode(suffix, continues=True).tokens
         seed = None if inherits else given.seed
-        queueing = Queueing.of(parent)
-        child = self._make_request(parent.prompt_of(tokens), given, seed, queueing, like=parent)
+        how = parent.prompt_of(tokens), given, seed, Queueing.of(parent)
+        constraint = parent.constraint.copy(tokens) if inherits and parent.constraint else None
+        child = self._make_request(*how, like=parent, constraint=constraint)
         child.keep_blocks = keep
         self.scheduler.check_fits(child)
-        if inherits and parent.grammar is not None:
-            child.grammar = parent.grammar.copy(tokens)
         self._admit([child], lambda: self.scheduler.fork(parent, child), context=parent.generated)
         return child.id
 
@@ -414,9 +413,9 @@ class EngineCore(CacheControl):
                 self._note_first_tokens(choices)
             for choice in choices:
                 self._append(choice)
-                if choice.request.grammar is not None and choice.request.id not in self._beams:
-                    for forced in self._pipeline.forced_after(choice):
-                        self._append(forced)
+                if choice.request.constraint is not None and choice.request.id not in self._beams:
+                    for known in self._pipeline.known_after(choice):
+                        self._append(known)
                         self.stats.generation_tokens += 1
             if result.fault is not None:
                 self._recover(result.fault)

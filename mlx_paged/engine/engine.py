@@ -212,7 +212,7 @@ class Engine(ModelCore):
             seed=config.seed,
             lookahead=config.lookahead and parts.models.pooled.pool.in_place,
             # Without mixed steps, several tokens of a request at once would need a forward each.
-            fast_forward=traits.batching is Batching.MIXED,
+            mixes_steps=traits.batching is Batching.MIXED,
         )
         parts.models.watch(self.observers)
         self._encode.positions, self.prewarm = positions_of(model), config.prewarm

@@ -27,7 +27,9 @@ from mlx_paged.scheduler.step import (
 LOGGER = logging.getLogger(__name__)
 
 MAX_FAULTS = 3  # failed steps of a request before it ends, if none shows that it is the cause
-MOST_FORCED = 256  # forced tokens that a request gets at once, so that its reader's inbox has room
+MOST_KNOWN = (
+    256  # tokens that a request gets beside its choice, so that its reader's inbox has room
+)
 
 
 class Pause(Protocol):
@@ -91,15 +93,11 @@ class StepPipeline(Generic[LaunchedT]):
         runner: Runner[LaunchedT],
         pauses: GcPauses,  # no part of a step's times
         observers: Observers[LaunchedT],
-        # Tokens that a grammar forces become tokens at once, and the next step computes them
-        # together.
-        fast_forward: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self.runner = runner
         self._pauses = pauses
         self.observers = observers
-        self.fast_forward = fast_forward
         self.pause: Pause = NoPause()  # keeps a step from being launched ahead now and then
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._last: dict[int, SampledToken] = {}  # choice of each request, if there are drafts
@@ -125,23 +123,19 @@ class StepPipeline(Generic[LaunchedT]):
         result.ready = self._now()
         return result
 
-    def forced_after(self, choice: SampledToken) -> list[SampledToken]:
-        """The tokens that must follow a request's latest choice by its grammar. A step under way
+    def known_after(self, choice: SampledToken) -> list[SampledToken]:
+        """The tokens that must follow a request's latest choice by its constraint. A step under way
         chooses the first of them, too; that choice is dropped."""
-        request, grammar = choice.request, choice.request.grammar
-        assert grammar is not None
-        if not self.fast_forward or request.finish_reason:
+        request = choice.request
+        if request.constraint is None or request.finish_reason:
             return []
-        if self._last.get(request.id, choice) is not choice:  # a right draft
+        if self._last.get(request.id, choice) is not choice:  # it is no last one
             return []
-        try:
-            grammar.follow(request.tokens)
-        except Exception:  # the next step reports it
-            return []
-        if grammar.forced:
+        known = request.constraint.ahead(request.tokens)
+        if known:
             self._scheduler.foresee(request)
-        forced = grammar.forced[:MOST_FORCED]  # the next choice brings the others
-        return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in forced]
+        # The next choice brings the others.
+        return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in known[:MOST_KNOWN]]
 
     def recover(self, fault: Fault) -> list[Request]:
         """Start again after a failure; return the requests that end because of it."""

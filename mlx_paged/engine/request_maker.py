@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require, require_flags, require_text
+from mlx_paged.constraint import Constraint
 from mlx_paged.engine.text import PromptEncoder, PromptLike
 from mlx_paged.prompt import Prompt
 from mlx_paged.request import BACKGROUND, Request, Variant
-from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import WEEK, SamplingParams, is_within
 
 
@@ -115,7 +115,10 @@ def _no_variant(name: str | None) -> None:
 
 
 class RequestMaker:
-    """Makes requests with ids in their order, seeds, arrival times and grammars.
+    """Makes requests with ids in their order, seeds, arrival times and constraints.
+
+    Args:
+        constrain: the constraint that options ask for, of tokens from a position on.
 
     Attributes:
         variant_of: what is added to the model for requests with this name of an adapter.
@@ -123,9 +126,14 @@ class RequestMaker:
 
     variant_of: Callable[[str | None], Variant | None]
 
-    def __init__(self, grammars: Grammars, clock: Callable[[], float], seed: int | None) -> None:
+    def __init__(
+        self,
+        constrain: Callable[[SamplingParams, int], Constraint | None],
+        clock: Callable[[], float],
+        seed: int | None,
+    ) -> None:
         self.variant_of = _no_variant
-        self._grammars = grammars
+        self._constrain = constrain
         self._clock = clock
         self._rng = np.random.default_rng(seed)
         self._next_id = 0
@@ -138,10 +146,12 @@ class RequestMaker:
         queueing: Queueing,
         logprobs: Sequence[float] = (),
         like: Request | None = None,
+        constraint: Constraint | None = None,
     ) -> Request:
         """A request; without a seed it gets a random one. The last tokens, to which `logprobs`
         belong, are generated ones. The request continues the one that it is `like`, with the
-        same adapter. Raises ValueError for its grammar, or if there is no such adapter."""
+        same adapter; its tokens follow `constraint`, or a new one that `params` ask for. Raises
+        ValueError for its constraint, or if there is no such adapter."""
         variant = self.variant_of(params.adapter) if like is None else like.variant
         if like is not None and params.adapter not in (None, variant and variant.name):
             expected = "None, or that of the request that it continues"
@@ -163,7 +173,7 @@ class RequestMaker:
             num_prompt=len(prompt) - len(logprobs),
             logprobs=[*logprobs],
         )
-        request.grammar = self._grammars.start(params, len(prompt))
+        request.constraint = constraint or self._constrain(params, len(prompt))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
         request.arrival_time = self._clock()

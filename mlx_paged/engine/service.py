@@ -18,7 +18,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import PromptLike
 from mlx_paged.engine.ticket import Change, Inbox, Ticket, wake
 from mlx_paged.runner.ranks import LeadingRunner
-from mlx_paged.sampling_params import GRAMMARS, SamplingParams
+from mlx_paged.sampling_params import CONSTRAINTS, SamplingParams
 from mlx_paged.scheduler.step import DeviceError
 
 LOGGER = logging.getLogger(__name__)
@@ -132,23 +132,24 @@ class EngineService:
             ValueError: as :meth:`Engine.add_request`.
             RuntimeError: the service is not running; :attr:`error` is its cause, if there is one.
         """
-        names = {name: value for name, value in options.items() if name in GRAMMARS}
+        names = {name: value for name, value in options.items() if name in CONSTRAINTS}
         self.compile(SamplingParams(**names) if params is None else params)
         return self.adopt(lambda engine: [engine.add_request(prompt, params, **options)])[0]
 
     def compile(self, params: SamplingParams) -> None:
-        """Compile the grammar of `params`, if it has one, in this thread. Then requests that are
-        added with it do not delay others, which they otherwise do for seconds at most.
+        """Compile what constrains the text of `params`, if anything does, in this thread. Then
+        requests that are added with it do not delay others, which they otherwise do for seconds at
+        most.
 
         Raises:
-            ValueError: the grammar cannot be compiled.
+            ValueError: the constraint cannot be compiled.
         """
         if isinstance(params, SamplingParams) and params.constraint is not None:
-            self._engine.grammars.compile(params)
+            self._engine.constraints.compile(params)
 
     def has_compiled(self, params: SamplingParams) -> bool:
         """Whether :meth:`compile` has nothing to do."""
-        return params.constraint is None or self._engine.grammars.knows(params)
+        return params.constraint is None or self._engine.constraints.knows(params)
 
     def adopt(self, add: Callable[[Engine], Sequence[int]]) -> list[Ticket]:
         """Run `add` as :meth:`call` does; return a ticket for each request id that it returns.

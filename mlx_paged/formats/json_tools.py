@@ -9,10 +9,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from mlx_paged.formats import grammar
 from mlx_paged.formats.events import Call, NoCall
 from mlx_paged.formats.format import Format
-from mlx_paged.formats.grammar import Function
+from mlx_paged.formats.grammar import Function, json_rule
 from mlx_paged.formats.json_text import is_json, items, members
 from mlx_paged.formats.marks import Marks, quoted
 from mlx_paged.formats.scan import Calls, Scan, checked_name
@@ -106,5 +105,5 @@ def json_objects(functions: Sequence[Function]) -> list[str]:
     rules = ["object: " + " | ".join(f"object_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
         head = f'{{"name": {quoted(function.name)}, "arguments": '
-        rules.append(f'object_{i}: {quoted(head)} {grammar.json_rule(function.schema)} "}}"')
+        rules.append(f'object_{i}: {quoted(head)} {json_rule(function.schema)} "}}"')
     return rules

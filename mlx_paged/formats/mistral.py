@@ -8,10 +8,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_paged.formats import grammar
 from mlx_paged.formats.events import Call, NoCall
 from mlx_paged.formats.format import Format
-from mlx_paged.formats.grammar import Function
+from mlx_paged.formats.grammar import Function, json_rule
 from mlx_paged.formats.json_tools import calls_of, json_objects
 from mlx_paged.formats.marks import Marks, is_token, quoted
 from mlx_paged.formats.scan import MAX_HEAD, Calls, Scan, Steps
@@ -73,7 +72,7 @@ class Mistral(Format):
             f"calls: call{'+' if several else ''}",
             f"call: {start} ({named})",
             *(
-                f"call_{i}: {quoted(function.name)} {args} {grammar.json_rule(function.schema)}"
+                f"call_{i}: {quoted(function.name)} {args} {json_rule(function.schema)}"
                 for i, function in enumerate(functions)
             ),
         ]

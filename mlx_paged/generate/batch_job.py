@@ -173,7 +173,7 @@ class BatchJob(Job):
         for prompt, params in zip(reply.prompts, each, strict=True):
             engine.check_prompt(prompt.tokens)
             if params.constraint is not None:
-                reply.compile(engine.grammars.compile, params)
+                reply.compile(engine.constraints.compile, params)
         options = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
         ids: list[int] = []
         try:

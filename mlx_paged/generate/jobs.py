@@ -196,7 +196,7 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[
     given = jobs[0].spec.options if jobs else {}
     if jobs and jobs[0].params.json_schema is not None and not given.get("json_schema"):
         try:
-            engine.grammars.compile(jobs[0].params)
+            engine.constraints.compile(jobs[0].params)
         except ValueError as error:
             reason = one_line(error).removeprefix("json_schema: ")
             raise ValueError(f"--json-schema: {reason}") from error

@@ -13,7 +13,7 @@ from mlx_paged.arguments import one_line
 from mlx_paged.generate.batch_lines import BatchLine, is_batch_line, read_line
 from mlx_paged.protocol.fields import AS_MANY_AS_FIT
 from mlx_paged.request import BACKGROUND
-from mlx_paged.sampling_params import GRAMMARS, SamplingParams
+from mlx_paged.sampling_params import CONSTRAINTS, SamplingParams
 from mlx_paged.vision.images import is_image, parts_of
 
 STDIN = "-"
@@ -143,8 +143,8 @@ def _parse(entry: Any, source: str) -> PromptSpec:
         options["logit_bias"] = _biases(options["logit_bias"])
     checked = {k: v for k, v in options.items() if (k, v) != ("max_tokens", AS_MANY_AS_FIT)}
     SamplingParams(**checked)  # raises ValueError for wrong values
-    if options.keys() & set(GRAMMARS):  # one of them replaces any of the command line
-        options = dict.fromkeys(GRAMMARS) | options
+    if options.keys() & set(CONSTRAINTS):  # one of them replaces any of the command line
+        options = dict.fromkeys(CONSTRAINTS) | options
     return PromptSpec(prompt, messages, options, source, request_id, n, priority or 0, (*images,))
 
 

@@ -19,7 +19,7 @@ from mlx_paged.protocol.fields import Fields
 from mlx_paged.protocol.model_traits import ModelTraits
 from mlx_paged.protocol.prompts import Prompt
 from mlx_paged.protocol.request_body import refusing
-from mlx_paged.sampling_params import GRAMMARS, SamplingParams
+from mlx_paged.sampling_params import CONSTRAINTS, SamplingParams
 
 Compile = Callable[[SamplingParams], object]
 
@@ -69,14 +69,14 @@ class Reply:
         except ValueError:
             if prompts.may_answer_or_call(self.fields):
                 compiles(SamplingParams(**self.fields["constraint"]))
-                with refusing(dict.fromkeys(GRAMMARS, "tools")):
+                with refusing(dict.fromkeys(CONSTRAINTS, "tools")):
                     raise
             raise
 
     def refusing(self) -> AbstractContextManager[None]:
         """Refuses a request with the errors of the engine, in the names of its API."""
         source = self.names.get(self.fields["constrained_by"], self.fields["constrained_by"])
-        return refusing({**self.names, **dict.fromkeys(GRAMMARS, source)})
+        return refusing({**self.names, **dict.fromkeys(CONSTRAINTS, source)})
 
     def whole(self, parts: dict[int, Delta]) -> dict[str, Any]:
         """The answer of all choices, whose parts `parts` has, by their indexes."""

@@ -174,7 +174,7 @@ class ModelRunner:
         first = self._build(step, None if before is None else before.coming, launched)
         launched.report.extra_seconds = self._extra_seconds - traced
         if launched.unsampled is not None:
-            if any([request.grammar is not None for request in launched.requests]):
+            if any([request.constraint is not None for request in launched.requests]):
                 launched.pending.append(launched.unsampled[0])
                 if launched.held is None:
                     self._begin(launched.pending)  # the device computes while masks are made

@@ -87,9 +87,9 @@ class SamplingRows:
         self.samplers = {i: p.sampler for i, p in enumerate(params) if p.sampler is not None}
         constrained: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
-            if request.grammar is not None:
+            if request.constraint is not None:
                 constrained.setdefault(request.id, []).append(i)
-        # Rows with a grammar, and how many tokens beyond the request's own come before each.
+        # Rows with a constraint, and how many tokens beyond the request's own come before each.
         self.constrained = [pair[::-1] for rows in constrained.values() for pair in enumerate(rows)]
         self.reported = Subset(reported, len(params)) if reported else None
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)

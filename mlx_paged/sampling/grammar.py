@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.arguments import missing, require_text
+from mlx_paged.constraint import Row
 from mlx_paged.sampling import grammar_trials
 from mlx_paged.sampling_params import JSON_STYLE, CompilerBusy, SamplingParams
 
@@ -79,6 +80,7 @@ class GrammarState:
         tokens: llguidance's tokenizer. Its end-of-sequence token follows when the grammar allows no
             other token.
         num_usable: the model takes ids below it; None: all.
+        fast_forward: :meth:`ahead` has the forced tokens.
 
     Raises:
         ValueError: the grammar demands a token that the model does not have.
@@ -88,8 +90,14 @@ class GrammarState:
     """
 
     def __init__(
-        self, compiled: Compiled, position: int, tokens: Any, num_usable: int | None = None
+        self,
+        compiled: Compiled,
+        position: int,
+        tokens: Any,
+        num_usable: int | None = None,
+        fast_forward: bool = True,
     ) -> None:
+        self._fast_forward = fast_forward
         self.matcher = compiled.matcher.deep_copy()
         self._compiled = compiled
         self.vocab_size: int = tokens.vocab_size
@@ -135,6 +143,23 @@ class GrammarState:
                 self._find_forced()
                 self._require_present()
 
+    def ahead(self, tokens: Sequence[int]) -> list[int]:
+        """The forced tokens after the request's `tokens`."""
+        if not self._fast_forward:
+            return []
+        try:
+            self.follow(tokens)
+        except Exception:  # the mask of the next token reports it
+            return []
+        return self.forced
+
+    @classmethod
+    def masks(
+        cls, rows: "Sequence[Row[GrammarState]]", vocab: int
+    ) -> tuple[npt.NDArray[np.uint32], dict[int, Exception]]:
+        """As :func:`masks_of`."""
+        return masks_of(rows, vocab)
+
     def spend(self) -> None:
         """Note that the matcher has failed. Later requests follow the source compiled anew, since a
         limit that this one has reached would end them, too."""
@@ -170,19 +195,8 @@ class GrammarState:
         return found
 
 
-class Row(NamedTuple):
-    """A row of logits for the token at index `length` of a request's tokens. The state stays before
-    the last `beyond` of the tokens, which are not the request's yet."""
-
-    row: int
-    state: GrammarState
-    tokens: list[int]
-    length: int
-    beyond: int = 0
-
-
 def masks_of(
-    rows: Sequence[Row], vocab: int
+    rows: Sequence[Row[GrammarState]], vocab: int
 ) -> tuple[npt.NDArray[np.uint32], dict[int, Exception]]:
     """Let each row's state follow its tokens, and fill all masks in one call, on several threads.
 
@@ -191,19 +205,21 @@ def masks_of(
     """
     errors: dict[int, Exception] = {}
     waiting: list[tuple[Matcher, int]] = []
-    # By the id of a request's state: a copy that has followed the tokens beyond so far.
+    # By the id of a request's state: a copy that has followed tentative tokens so far.
     ahead: dict[int, GrammarState] = {}
-    words, known = -(-vocab // 32), -(-rows[0].state.vocab_size // 32)
+    words, known = -(-vocab // 32), -(-rows[0].constraint.vocab_size // 32)
     bits = ~np.zeros((len(rows), known), np.uint32)
     for index, each in enumerate(rows):
-        state = each.state
+        state = each.constraint
         try:
-            if each.beyond:  # the copy of the row before has followed all tokens but the last one
-                state = ahead[id(each.state)] = ahead.get(id(state), state).copy(each.tokens)
+            if (
+                each.is_tentative
+            ):  # the copy of the row before has followed all tokens but the last one
+                state = ahead[id(each.constraint)] = ahead.get(id(state), state).copy(each.tokens)
             else:
                 state.follow(each.tokens)
         except ValueError as error:
-            if not each.beyond:  # else the model chooses another token than this one
+            if not each.is_tentative:  # else the model chooses another token than this one
                 state.spend()
                 errors[each.row] = error.with_traceback(None)
             continue
@@ -217,8 +233,8 @@ def masks_of(
     if waiting:
         _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
     for matcher, index in waiting:
-        if matcher.is_error() and not rows[index].beyond:
-            rows[index].state.spend()
+        if matcher.is_error() and not rows[index].is_tentative:
+            rows[index].constraint.spend()
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
             errors[rows[index].row] = ValueError(reason)
     if words > known:  # the logits are wider
@@ -243,11 +259,17 @@ class Grammars:
         tokenizer: mlx-lm's TokenizerWrapper, or None.
         vocab_size: columns of the model's logits; None: as many as the tokenizer has tokens.
         num_usable: the model takes ids below it; None: all.
+        fast_forward: requests get forced tokens at once, and the next step computes them together.
     """
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int | None, num_usable: int | None = None
+        self,
+        tokenizer: Any,
+        vocab_size: int | None,
+        num_usable: int | None = None,
+        fast_forward: bool = True,
     ) -> None:
+        self.fast_forward = fast_forward
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._num_usable = num_usable
@@ -268,7 +290,10 @@ class Grammars:
         """
         if params.constraint is None:
             return None
-        return GrammarState(self.compile(params), position, self._tokens, self._num_usable)
+        compiled = self.compile(params)
+        return GrammarState(
+            compiled, position, self._tokens, self._num_usable, fast_forward=self.fast_forward
+        )
 
     def compile(self, params: SamplingParams) -> Compiled:
         """The compiled source of `params`. Raises ValueError as :meth:`start`."""

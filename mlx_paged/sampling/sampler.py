@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged.constraint import Constraint, Row
 from mlx_paged.ops.cpu_layers import log_softmax
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import (
@@ -18,7 +19,6 @@ from mlx_paged.sampling.columns import (
     SamplingRows,
     tokens_between,
 )
-from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import (
     NOTHING_BEYOND,
     Beyond,
@@ -42,7 +42,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 class Sampled:
     """The token chosen for each row, not evaluated yet.
 
-    Log-probabilities include bias, penalties, processors and grammars, but neither filters nor
+    Log-probabilities include bias, penalties, processors and constraints, but neither filters nor
     temperature.
     """
 
@@ -116,7 +116,7 @@ class Sampler:
     ) -> Sampled | None:
         """Choose a token for each row, evaluating nothing.
 
-        Returns None if a row has a grammar and the request's newest token is not known yet: its
+        Returns None if a row has a constraint and the request's newest token is not known yet: its
         mask depends on that token. The same call succeeds later.
 
         Args:
@@ -209,19 +209,40 @@ class Sampler:
         return row_by_row(logits, self._histories, process, errors)
 
 
-def _row(request: Request, index: int, length: int, num_beyond: int, beyond: Beyond) -> Row:
+def _row(
+    request: Request, index: int, length: int, num_beyond: int, beyond: Beyond
+) -> Row[Constraint]:
     """The row at `index`, behind `num_beyond` tokens beyond the request's own."""
-    assert isinstance(request.grammar, GrammarState)
+    assert request.constraint is not None
     tokens = request.tokens
     if request.id in beyond:
         tokens = tokens_between(request, beyond, 0, length)
-    return Row(index, request.grammar, tokens, length, num_beyond)
+    return Row(index, request.constraint, tokens, length, num_beyond > 0)
+
+
+def masks_of(
+    rows: Sequence[Row[Any]], vocab: int
+) -> tuple[npt.NDArray[np.uint32], dict[int, Exception]]:
+    """The tokens that the constraints of some rows allow, as :meth:`Constraint.masks` has them.
+    Each class of constraints is asked once."""
+    kinds: dict[type[Any], list[int]] = {}
+    for index, row in enumerate(rows):
+        kinds.setdefault(type(row.constraint), []).append(index)
+    if len(kinds) == 1:
+        [kind] = kinds
+        found: tuple[npt.NDArray[np.uint32], dict[int, Exception]] = kind.masks(rows, vocab)
+        return found
+    bits, errors = np.zeros((len(rows), -(-vocab // 32)), np.uint32), dict[int, Exception]()
+    for kind, indices in kinds.items():
+        bits[indices], wrong = kind.masks([rows[i] for i in indices], vocab)
+        errors |= wrong
+    return bits, errors
 
 
 def _allowed(
-    rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exception]
+    rows: Sequence[Row[Constraint]], count: int, vocab: int, errors: dict[int, Exception]
 ) -> npt.NDArray[np.uint32]:
-    """What the grammars of `rows` leave of `count` rows, a bit for each token ``[count,
+    """What the constraints of `rows` leave of `count` rows, a bit for each token ``[count,
     ceil(vocab / 32)]`` uint32."""
     bits, wrong = masks_of(rows, vocab)
     errors |= wrong

@@ -345,14 +345,14 @@ class Scheduler(Places):
                 self._schedule(planning, request, 1)
 
     def _schedule_prompts(self, planning: Planning) -> None:
-        """Compute tokens that grammars force, chunks of running prompts, then of waiting ones."""
+        """Compute tokens that constraints demand, chunks of running prompts, then waiting ones."""
         if self._alone_chunk and len(self.running) + len(self.waiting) == 1:
             alone = next(iter(self.running.values()), None) or self.waiting.peek()
             start = alone.num_computed
             planning.max_chunk_tokens = self.budget.alone_chunk(self._alone_chunk, start)
         planning.prompts = self.waiting.in_order(planning.prompts)
         for request in planning.prompts:
-            if request.grammar is not None and request.num_computed >= request.num_prompt:
+            if request.constraint is not None and request.num_computed >= request.num_prompt:
                 self._compute(planning, request)
         last = [each for each in planning.prompts if self.waiting.is_last(each)]
         for request in planning.prompts[: len(planning.prompts) - len(last)]:

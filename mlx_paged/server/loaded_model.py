@@ -99,7 +99,7 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         options["kv_memory"] = largest_default() // places
     engine = Engine(model, tokenizer, prewarm=None, **options)
     LOGGER.info("%s: %s", path, engine.memory_budget.line)
-    engine.grammars.warm_up()
+    engine.constraints.warm_up()
     own, allocator = positions(config), engine.manager.allocator
     wanted = args.max_context or own
     if wanted and own and wanted > own:

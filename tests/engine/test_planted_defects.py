@@ -140,12 +140,12 @@ def masks_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forced_tokens_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = pipeline.StepPipeline.forced_after
+    whole = pipeline.StepPipeline.known_after
 
     def after(self: pipeline.StepPipeline, choice: SampledToken) -> list:
         return whole(self, choice) * 2
 
-    monkeypatch.setattr(pipeline.StepPipeline, "forced_after", after)
+    monkeypatch.setattr(pipeline.StepPipeline, "known_after", after)
 
 
 @pytest.mark.slow

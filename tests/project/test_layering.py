@@ -21,6 +21,7 @@ REQUESTS = {
     "request",
     "sampling_params",
     "outputs",
+    "constraint",
 }
 COMMAND = {"cli", "config_file", "launched", "loading", "model_folders", "starting"}
 MAY_IMPORT = {
@@ -96,7 +97,8 @@ MAY_IMPORT = {
     "kv_disk": {"cli", "holdings", "kv", "ops", "request", "starting"},
     "attention": {"kv", "ops"},
     "outputs": {"request", "sampling_params", "kv"},
-    "request": {"kv", "prompt", "sampling_params"},
+    "request": {"constraint", "kv", "prompt", "sampling_params"},
+    "constraint": {"sampling_params"},
     "prompt": set[str](),
     "sampling_params": {"arguments"},
     "kv": {"arguments", "holdings", "options", "ops", "system_memory"},
@@ -120,6 +122,7 @@ NO_MLX = [
         "request",
         "sampling_params",
         "command_buffers",
+        "constraint",
         "starting",
         "system_memory",
         "tensor_files",

@@ -12,8 +12,8 @@ from scripts.leaks import FEATURES, SEQUENCES, Sources, feature_counts, main
 
 CORE = {
     "drafts": 13,
-    "beyond": 4,
-    "grammars": 14,
+    "beyond": 3,
+    "grammars": 2,
     "disk": 7,
     "images": 4,
     "ranks": 10,
@@ -30,7 +30,7 @@ CORE = {
 ADAPTERS = {
     "drafts": 9,
     "beyond": 0,
-    "grammars": 10,
+    "grammars": 5,
     "disk": 4,
     "images": 18,
     "ranks": 3,
@@ -48,11 +48,11 @@ WRITERS = {
     "admitted_time": 1,
     "arrival_time": 1,
     "error": 6,
+    "constraint": 1,
     "finish_reason": 1,
     "finish_time": 1,
     "first_entries": 1,
     "first_token_time": 1,
-    "grammar": 3,
     "hashes": 2,
     "id": 0,
     "is_reusable": 1,

@@ -120,7 +120,7 @@ def test_lookahead_and_forced_tokens_change_no_token():
     for lookahead in (True, False):
         for fast_forward in (True, False):
             engine = make_engine(lookahead=lookahead)
-            engine._pipeline.fast_forward = fast_forward
+            engine.constraints.fast_forward = fast_forward
             done, *_ = run(engine, requests + free)
             found.append([c.tokens for c in done[: len(requests)]])
             assert [c.tokens for c in done[len(requests) :]] == alone
@@ -131,7 +131,7 @@ def test_lookahead_and_forced_tokens_change_no_token():
 
 def make_engine_like(engine, fast_forward):
     other = make_engine(lookahead=engine.lookahead)
-    other._pipeline.fast_forward = fast_forward
+    other.constraints.fast_forward = fast_forward
     return other
 
 

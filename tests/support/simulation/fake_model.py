@@ -372,7 +372,7 @@ class FakeRunner:
 
 def _begin(request: Request) -> int:
     """Where the text begins that its grammar follows."""
-    grammar: Any = request.grammar
+    grammar: Any = request.constraint
     return 0 if grammar is None else grammar.matcher.begin
 
 
@@ -380,7 +380,7 @@ def _choice(context: int, request: Request, index: int, count: int, own: list[in
     """A request's token, after its `own` ones; with it `count` likely ones if it asked for any,
     else as many of none."""
     logprobs = logprobs_of(context)
-    may_follow = None if request.grammar is None else allowed(request.params, own)
+    may_follow = None if request.constraint is None else allowed(request.params, own)
     token = next_token(context, request.params, request.seed, index, may_follow)
     best = np.argsort(-logprobs, kind="stable")[:count].tolist()
     top = tuple((candidate, float(logprobs[candidate])) for candidate in best)

@@ -201,7 +201,7 @@ def _fake_simulation(features: Features, name: str, life: str, disk: Disk | None
         seed=index,
         lookahead=setting.lookahead,
     )
-    engine.grammars = engine._make_request._grammars = hash_model.HashGrammars()
+    engine.constraints = hash_model.HashGrammars()
     return features.simulate(name, setting, engine, FakeSolo(), rng)
 
 

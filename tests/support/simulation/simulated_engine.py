@@ -25,7 +25,7 @@ STEPS_A_TOKEN = 20
 
 def is_forced(span: Span) -> bool:
     """Whether it computes tokens that a grammar forces, which go before prompts as decodes do."""
-    return span.request.grammar is not None and span.start >= span.request.num_prompt
+    return span.request.constraint is not None and span.start >= span.request.num_prompt
 
 
 class TurnWatch:
