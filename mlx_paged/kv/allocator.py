@@ -109,6 +109,13 @@ class BlockAllocator:
         """Which rows of the block tables are these sequences', ``[len(seq_ids)]``."""
         return np.array([self._sequence(seq_id).row for seq_id in seq_ids], np.int32)
 
+    def are_replaced(self, seq_ids: Seq[int], version: int) -> bool:
+        """Whether blocks of these sequences were replaced after this version of the tables."""
+        tables = self.block_tables
+        if tables.version == version:
+            return False
+        return bool((tables.versions(self.table_rows(seq_ids)) > version).any())
+
     def slots(self, seq_id: int, start: int, stop: int, group: int = 0) -> Int32Array:
         """The slots of positions [start, stop), ``block * block_size + offset``, in the layers that
         are the first member of their group."""

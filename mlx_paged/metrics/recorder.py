@@ -298,7 +298,7 @@ class TickRecorder:
         tick.sampled = len(report.choices)
         tick.kv_bytes_read = reads.kv_bytes
         tick.blocks_touched = reads.blocks
-        tick.shared_keys = report.shared_keys
+        tick.shared_keys = report.figures.get("shared_keys", 0)
         seconds = report.seconds + tick.gc_ms / 1000
         stats.steps += 1
         stats.seconds += seconds

@@ -8,23 +8,16 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.attention.forward import Chunk, Forward
+from mlx_paged.attention.shared_prefixes import MakePrefixes, no_prefixes
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.block_tables import Int32Array, common_prefixes
+from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import as_int32
-from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
 from mlx_paged.runner.buckets import Buckets
 from mlx_paged.sampling.sampler import PendingTokens
 from mlx_paged.scheduler.step import Span
 
 SPARE_COLUMNS = 16  # blocks by which the longest sequence may grow before all rows are copied
-FEWEST_SHARED = 64  # of keys in common, over all sequences, that ops are told of
-
-FEWEST_SHARED_BYTES = 1 << 20
-"""What a layer's common keys and values must save of a GPU's reads. Their launch runs beside that
-of the other keys. Both, and the merge, first look for the common keys: eight loads, of which each
-needs the one before, take 4 us at 0.5 us each. In that time a chip of 273 GB/s, a Pro, reads 1 MiB.
-"""
 
 
 class Layout(StrEnum):
@@ -40,14 +33,6 @@ def row_bucket(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def fewest_shared(shapes: Sequence[KVShape]) -> int:
-    """Keys in common, over all sequences, that ops are told of where layers store these shapes."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        return FEWEST_SHARED
-    most = max((shape.token_bytes for shape in shapes), default=1)
-    return max(FEWEST_SHARED, -(-FEWEST_SHARED_BYTES // most))
-
-
 class BatchTables:
     """A layer group's block tables of a batch's sequences, on the host and on the device.
 
@@ -61,8 +46,7 @@ class BatchTables:
         arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
             entries past a row's end are undefined, and so are those that a window has left.
         buckets: of rows and columns that the arrays have; None: no padding.
-        cascade: whether sequences with the same first blocks are looked for.
-        fewest_shared: keys in common, over all sequences, that ops are told of.
+        prefixes: which of the sequences begin with the same blocks.
     """
 
     arrays: list[mx.array]
@@ -78,15 +62,12 @@ class BatchTables:
         allocator: BlockAllocator,
         group: int = 0,
         buckets: Buckets | None = None,
-        cascade: bool = False,
-        fewest_shared: int = FEWEST_SHARED,
+        make_prefixes: MakePrefixes = no_prefixes,
     ) -> None:
         self.group = group
         self.buckets = buckets
-        self.cascade = cascade
-        self.fewest_shared = fewest_shared
+        self.prefixes = make_prefixes(allocator, group)
         self._allocator = allocator
-        self._shared = list[int](), 0, 0, (mx.zeros((2, 0), mx.int32), 0)
         self._take_over([])
 
     @classmethod
@@ -94,17 +75,18 @@ class BatchTables:
         cls,
         allocator: BlockAllocator,
         buckets: Buckets | None = None,
-        cascade: bool = False,
-        fewest_shared: int = FEWEST_SHARED,
+        make_prefixes: MakePrefixes = no_prefixes,
     ) -> list["BatchTables"]:
         """Tables for each layer group."""
-        options = buckets, cascade, fewest_shared
-        return [cls(allocator, group, *options) for group in range(len(allocator.groups))]
+        groups = range(len(allocator.groups))
+        return [cls(allocator, group, buckets, make_prefixes) for group in groups]
 
     def update(self, seq_ids: list[int]) -> None:
         """Make these the tables of the sequences `seq_ids` as they are now."""
         tables = self._allocator.block_tables
-        if seq_ids != self._seq_ids or self._are_replaced(seq_ids, self._version):
+        if seq_ids != self._seq_ids or (
+            tables.version != self._version and self._allocator.are_replaced(seq_ids, self._version)
+        ):
             self._take_over(seq_ids)
             return
         self._version = tables.version
@@ -127,33 +109,6 @@ class BatchTables:
         """For each sequence the block in its column of the table, ``[R]``."""
         blocks: Int32Array = self._host[np.arange(len(columns)), columns]
         return blocks
-
-    def shared_prefixes(self, seq_ids: list[int], padding: int) -> tuple[mx.array, int]:
-        """The argument of ``paged_attention`` for these sequences and rows of padding, and how many
-        keys they have in common. It stays while these are the same with the same first blocks. It
-        names no key if these are fewer than `fewest_shared`."""
-        tables, known = self._allocator.block_tables, self._shared
-        if known[:2] != (seq_ids, padding) or self._are_replaced(seq_ids, known[2]):
-            found = np.zeros((2, len(seq_ids) + padding), np.int32)
-            if self.cascade and len(seq_ids) > 1:
-                rows = self._allocator.table_rows(seq_ids)
-                entries, lengths = tables.rows(rows, self.group), tables.lengths(rows, self.group)
-                common = common_prefixes(entries, lengths)
-                common[1] *= self._allocator.block_size
-                found[:, : len(seq_ids)] = common
-            num_shared = int(found[1].sum())
-            if num_shared < self.fewest_shared:
-                found[1] = 0
-            shared = mx.array(found), num_shared
-            self._shared = known = list(seq_ids), padding, tables.version, shared
-        return known[3]
-
-    def _are_replaced(self, seq_ids: list[int], version: int) -> bool:
-        """Whether blocks of these sequences were replaced after this version."""
-        tables = self._allocator.block_tables
-        if tables.version == version:
-            return False
-        return bool((tables.versions(self._allocator.table_rows(seq_ids)) > version).any())
 
     def _take_over(self, seq_ids: list[int]) -> None:
         tables = self._allocator.block_tables
@@ -210,7 +165,7 @@ class Batch:
         seq_ids: the sequence of each span.
         first_rows: ``[S]`` int32, on the host: of each span its first row.
         decodes_only: whether every token is a sequence of its own, in a row of its own.
-        shared_keys: keys that sequences share with others, in the layer group with the most.
+        figures: what is reported of the batch, by name.
     """
 
     def __init__(
@@ -251,6 +206,7 @@ class Batch:
         pads = tables[0].buckets is not None and self.decodes_only
         self.padding = pads * (row_bucket(self.num_tokens) - self.num_tokens)
         self.positions = mx.array(self._padded(self._positions))
+        self.figures: dict[str, int] = {}
         self.forwards = self._forwards(allocator, tables)
         self.scored: list[tuple[Request, range]] = []
         self._choose_rows(spans, scores)
@@ -274,12 +230,12 @@ class Batch:
             cu_seqlens = mx.array(np.append(self.first_rows, np.int32(self.num_tokens)))
             sequences = mx.array(self._sequences)
         forwards = []
-        self.shared_keys = 0
+        num_rows = len(self.seq_ids) + self.padding
         for of_group in tables:
-            prefixes, num_shared = of_group.shared_prefixes(self.seq_ids, self.padding)
-            is_told = num_shared >= of_group.fewest_shared
-            if is_told:
-                self.shared_keys = max(self.shared_keys, num_shared)
+            prefixes = None
+            if len(self.seq_ids) > 1:  # one sequence shares with none
+                prefixes = of_group.prefixes.of(self.seq_ids, num_rows)
+                of_group.prefixes.note(self.figures)
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:
                 forward = Forward(
@@ -294,7 +250,7 @@ class Batch:
                     cu_seqlens=cu_seqlens,
                     chunks=chunks if is_ragged else (),
                     row_chunks=chunks if is_chunk else (),
-                    shared_prefixes=prefixes if is_told else None,
+                    shared_prefixes=prefixes,
                 )
                 if sequences is not None:
                     forward.row_tables = mx.take(block_tables, sequences, axis=0)

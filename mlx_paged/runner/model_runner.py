@@ -14,6 +14,7 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
+from mlx_paged.attention.shared_prefixes import MakePrefixes, shared_in
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import bytes_of, load_blocks, read_blocks
 from mlx_paged.kv.block_tables import Int32Array
@@ -22,7 +23,7 @@ from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
-from mlx_paged.runner.batch import Batch, BatchTables, Layout, fewest_shared
+from mlx_paged.runner.batch import Batch, BatchTables, Layout
 from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.compiled_decode import (
     CompiledDecode,
@@ -61,7 +62,8 @@ class ModelRunner:
     Args:
         places: where the K/V of each of the model's layers is in the pool.
         cpu_linear: whether linear layers on a CPU are this package's; None: the default.
-        cascade: whether decodes that begin with the same blocks attend to these together.
+        make_prefixes: makes what finds sequences that begin with the same blocks; None: by
+            :func:`shared_in` of the pool.
         begins_each: begin each forward before the next one is built. All ranks then compute
             collective operations in the same order.
         reads_states: hidden states of the model that its steps give a head; see ``Head.states``.
@@ -83,7 +85,7 @@ class ModelRunner:
         pool: KVPool,
         *,
         cpu_linear: bool | None = None,
-        cascade: bool = True,
+        make_prefixes: MakePrefixes | None = None,
         begins_each: bool = False,
         reads_states: Sequence[int] = (),
         make_sampler: Callable[[], Sampler] = Sampler,
@@ -116,12 +118,8 @@ class ModelRunner:
         self.compiled: CompiledDecode | None = None
         self.row_terms: Callable[[Batch], RowTerms | None] | None = None
         self.why_plain = self._untraceable = profile.untraceable
-        cascade = cascade and pool.n_layers > 0
         self._new_tables = partial(
-            BatchTables.of_groups,
-            allocator,
-            cascade=cascade,
-            fewest_shared=fewest_shared(pool.shapes),
+            BatchTables.of_groups, allocator, make_prefixes=make_prefixes or shared_in(pool)
         )
         self._tables = self._new_tables()
 
@@ -200,7 +198,7 @@ class ModelRunner:
         scores: Scores | None = None
         batches = self._batches(step, coming)
         for batch in batches:
-            launched.report.shared_keys += batch.shared_keys
+            launched.report.figures.update(batch.figures)
             rows, scores, early = self._forward_and_first(batch, launched)
             launched.hidden += self._hidden.left_by(batch) if self._hidden.wanted else []
             first = early if first is None else first

@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_paged import ops
 from mlx_paged.attention.paths import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
+from mlx_paged.attention.shared_prefixes import no_prefixes
 from mlx_paged.holdings import Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
@@ -191,7 +192,7 @@ class PooledModel:
             self.allocator,
             self.pool,
             cpu_linear=config.cpu_linear,
-            cascade=config.cascade,
+            make_prefixes=None if config.cascade else no_prefixes,
         )
         # Of the GPU's commands; Metal's are ended if they take long.
         self.command_bound = None

@@ -141,7 +141,7 @@ class StepReport:
     it."""
 
     step: Step
-    shared_keys: int = 0  # that its sequences have in the same blocks as others: each is read once
+    figures: dict[str, int] = field(default_factory=dict)  # what its forwards report, by name
     extra_seconds: float = 0.0  # of the launch that are not the model's: traces, images
     # Of a step that is held back, until the rest had begun. MLX waits meanwhile for most of it.
     rest_seconds: float = 0.0

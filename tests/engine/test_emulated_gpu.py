@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine
-from mlx_paged.attention import paths
+from mlx_paged.attention import paths, shared_prefixes
 from mlx_paged.attention.forward import path_counts
-from mlx_paged.runner import batch
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.model_runner import ModelRunner
 from tests.support.engine.emulated_gpu import (
@@ -118,7 +117,7 @@ def test_compiled_decodes_share_prefixes(monkeypatch):
     in the graph of other steps."""
     half = half_model("llama")
     metal = emulate_gpu(monkeypatch)
-    monkeypatch.setattr(batch, "FEWEST_SHARED", 512)
+    monkeypatch.setattr(shared_prefixes, "FEWEST_SHARED", 512)
     engine, sizes = compiled_engine(half, monkeypatch)
     first = np.random.default_rng(0).integers(0, VOCAB, 552).tolist()
     prompts = [first, [*first[:530], 5, 6, 7]]

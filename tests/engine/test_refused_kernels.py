@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, ops
-from mlx_paged.attention import forward, paths
+from mlx_paged.attention import forward, paths, shared_prefixes
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.memory import COPIED
 from mlx_paged.ops import dispatch
-from mlx_paged.runner import batch
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.server.metrics import engine_metrics
@@ -149,7 +148,7 @@ def test_gathering_compiles_no_attention(monkeypatch):
 def test_ragged_steps_need_few_pipelines(monkeypatch):
     """Those that an engine dispatches, and no others but kernels of four simdgroups, which take
     calls of many threadgroups; of shared keys those for many sequences."""
-    monkeypatch.setattr(batch, "FEWEST_SHARED_BYTES", 1)
+    monkeypatch.setattr(shared_prefixes, "FEWEST_SHARED_BYTES", 1)
     half = HalfModel("llama", num_hidden_layers=2)
     gpu = RefusingGPU(monkeypatch)
     pipelines = gpu.runner.trace.pipelines

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import Engine
-from mlx_paged.runner import batch
+from mlx_paged.attention import shared_prefixes
 from mlx_paged.runner.buckets import Buckets
 from tests.gpu_order.model.backend import Backend, Report
 from tests.gpu_order.model.knockouts import FIXES, Change, unregistered
@@ -57,7 +57,7 @@ def with_gpu_buckets() -> Engine:
     """Tables become twice as wide, and requests with the same first blocks have other graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Buckets, "of_device", lambda _: Buckets(2, 2, False, False, 4))
-        patch.setattr(batch, "FEWEST_SHARED", 4)
+        patch.setattr(shared_prefixes, "FEWEST_SHARED", 4)
         freed_blocks()
         made = engine("llama", max_running=2, prefix_cache=True)
         made.generate([[1, 2, 3, 4, 5, 6]], max_tokens=2)

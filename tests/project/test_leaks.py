@@ -22,7 +22,7 @@ CORE = {
     "kv_bits": 3,
     "states": 3,
     "windows": 8,
-    "cascade": 5,
+    "cascade": 2,
     "compiled": 9,
 }
 """By feature, the number of core files outside its home that know the feature."""

@@ -7,10 +7,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.attention.shared_prefixes import FEWEST_SHARED, SharedPrefixes, fewest_shared
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import BlockTables
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.runner.batch import FEWEST_SHARED, SPARE_COLUMNS, BatchTables, fewest_shared
+from mlx_paged.runner.batch import SPARE_COLUMNS, BatchTables
 
 BLOCK = 4
 
@@ -202,9 +203,19 @@ def test_a_gpu_is_told_of_common_keys_that_are_a_mebibyte(heads, dim, kv_bits, k
     )
 
 
-@pytest.mark.parametrize(("fewest", "told"), [(8, 8), (9, 0)])
-def test_too_few_common_keys_are_not_named(allocator, fewest, told):
+@pytest.mark.parametrize(("fewest", "figures"), [(8, {"shared_keys": 8}), (9, {})])
+def test_too_few_common_keys_are_not_named(allocator, fewest, figures):
     allocator.fork(0, 3)
-    tables = BatchTables(allocator, cascade=True, fewest_shared=fewest)
-    prefixes, num_shared = tables.shared_prefixes([0, 3], 0)
-    assert (num_shared, int(prefixes[1].sum())) == (8, told)
+    prefixes, noted = SharedPrefixes(allocator, 0, fewest), {}
+    found = prefixes.of([0, 3], 2)
+    prefixes.note(noted)
+    assert prefixes.num_keys == 8 and noted == figures
+    assert int(found[1].sum()) == 8 if figures else found is None
+
+
+def test_without_cascade_no_common_keys_are_looked_for(allocator):
+    allocator.fork(0, 3)
+    prefixes, noted = BatchTables(allocator).prefixes, {}
+    assert prefixes.of([0, 3], 2) is None
+    prefixes.note(noted)
+    assert noted == {}

@@ -10,9 +10,10 @@ import pytest
 
 from bench.host_cost.gpu_answers import gpu_answers
 from mlx_paged import Engine, _ext
+from mlx_paged.attention import shared_prefixes
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.ops import dispatch
-from mlx_paged.runner import batch, pooled_model
+from mlx_paged.runner import pooled_model
 from mlx_paged.runner.batch import Layout
 from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.compiled_decode import USES, CompiledDecode
@@ -158,7 +159,7 @@ def test_graphs_have_prefixes_only_where_enough_is_shared(monkeypatch, fewest_by
         return original(self, arrays)
 
     original, shared = CompiledDecode._run, []
-    monkeypatch.setattr(batch, "FEWEST_SHARED_BYTES", fewest_bytes)
+    monkeypatch.setattr(shared_prefixes, "FEWEST_SHARED_BYTES", fewest_bytes)
     monkeypatch.setattr(CompiledDecode, "_run", run)
     model, prompts = llama(), sharing_prompts()
     expected = [solo_greedy(model, prompt, 10) for prompt in prompts]
@@ -172,11 +173,11 @@ def test_graphs_have_prefixes_only_where_enough_is_shared(monkeypatch, fewest_by
 def test_a_size_with_prefixes_is_traced_at_its_third_use(monkeypatch):
     def noted(self, step):
         taken.append(takes(self, step))
-        pairs.append(len(step.tokens) == 2 and step.shared_keys > 0)
+        pairs.append(len(step.tokens) == 2 and step.figures.get("shared_keys", 0) > 0)
         return taken[-1]
 
     takes, taken, pairs = CompiledDecode.takes, [], []
-    monkeypatch.setattr(batch, "FEWEST_SHARED_BYTES", 1)
+    monkeypatch.setattr(shared_prefixes, "FEWEST_SHARED_BYTES", 1)
     monkeypatch.setattr(CompiledDecode, "takes", noted)
     first, *others = sharing_prompts()
     engine = Engine(llama(), **SIZES, compile=True)

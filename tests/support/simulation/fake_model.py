@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged.attention.shared_prefixes import SharedPrefixes
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import BatchTables
 from mlx_paged.scheduler.cost_model import features_of
 from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, StepWork
 from tests.support.simulation.hash_model import (
@@ -193,12 +193,12 @@ class FakeRunner:
         self._clock = clock
         self._rng = rng
         self._queue: deque[FakeLaunch | FakeTransfer] = deque()
-        self._prefixes = BatchTables.of_groups(allocator, cascade=True)  # kept from step to step
+        self._prefixes = self._new_prefixes()  # kept from step to step
         self._cascade = cascade
 
     def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
         report = StepReport(step)
-        report.shared_keys = self._shared_keys([span.request.id for span in step.spans])
+        report.figures["shared_keys"] = self._shared_keys([s.request.id for s in step.spans])
         spans = [
             self._span(piece, wave, before)
             for span in step.spans
@@ -213,13 +213,20 @@ class FakeRunner:
             self._compute_until(launch)
         return launch
 
+    def _new_prefixes(self) -> list[SharedPrefixes]:
+        groups = range(len(self.allocator.groups))
+        return [SharedPrefixes(self.allocator, group, fewest=1) for group in groups]
+
     def _shared_keys(self, seq_ids: list[int]) -> int:
         """How many keys are said to be shared; notes a violation if the blocks are not the same."""
         most = 0
-        for tables in self._prefixes if self._cascade and len(seq_ids) > 1 else []:
-            (order, common), num_keys = tables.shared_prefixes(seq_ids, 0)
-            most = max(most, num_keys)
-            rows = [self.allocator.table(seq_ids[i], tables.group) for i in order.tolist()]
+        for group, prefixes in enumerate(self._prefixes if self._cascade else []):
+            found = prefixes.of(seq_ids, len(seq_ids)) if len(seq_ids) > 1 else None
+            if found is None:
+                continue
+            order, common = found
+            most = max(most, prefixes.num_keys)
+            rows = [self.allocator.table(seq_ids[i], group) for i in order.tolist()]
             for before, row, keys in zip(rows, rows[1:], common.tolist()[1:], strict=False):
                 first = slice(keys // self.allocator.block_size)
                 if before[first].tolist() != row[first].tolist() or len(row) < first.stop:
@@ -260,7 +267,7 @@ class FakeRunner:
         while self._queue:
             self._compute(self._queue.popleft())
         self.pool.resize(num_blocks, kept)
-        self._prefixes = BatchTables.of_groups(self.allocator, cascade=True)
+        self._prefixes = self._new_prefixes()
 
     def recover(self, error=None) -> None:
         self._queue.clear()
