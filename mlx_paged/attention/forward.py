@@ -315,8 +315,8 @@ class LayerView(AttendingCache):
             stop = chunk.first + chunk.length
             tokens = q[i : i + 1, :, chunk.first : stop]
             out = self.gathered_chunk(query._replace(q=tokens), chunk)
-            padding = [(0, 0), (0, 0), (chunk.first, q.shape[2] - stop), (0, 0)]
-            rows.append(out if chunk.length == q.shape[2] else mx.pad(out, padding))
+            widths = [(0, 0), (0, 0), (chunk.first, q.shape[2] - stop), (0, 0)]
+            rows.append(out if chunk.length == q.shape[2] else mx.pad(out, widths))
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
 
     def through_tables(

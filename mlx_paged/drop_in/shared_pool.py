@@ -27,8 +27,8 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.shapes import KVShape, block_bytes
 from mlx_paged.options import BLOCK_SIZE, KVBits
-from mlx_paged.runner.compiled_decode import free_graphs_with_thread
 from mlx_paged.runner.device_errors import noted
+from mlx_paged.runner.thread_graphs import free_graphs_with_thread
 
 FEWEST_NEW_BLOCKS = 16
 

@@ -150,6 +150,11 @@ class EngineModels:
         return reduce(MemoryBudget.beside, [each.budget for each in self.both])
 
     @property
+    def reports(self) -> dict[str, Any]:
+        """What the parts report in the statistics, by the field's name."""
+        return self.pooled.reports | {"ranks": self.rank_stats}
+
+    @property
     def rank_stats(self) -> dict[str, Any] | None:
         """What rank 0 has told the others; None in one process."""
         return self.runner.stats if isinstance(self.runner, LeadingRunner) else None
@@ -194,10 +199,8 @@ class EngineParts:
             pooled.pool.block_bytes,
             pooled.pool.num_blocks,
             prewarm_seconds=prewarm_seconds,
-            refused_kernels=pooled.refused_kernels,
-            traces=pooled.traces,
-            ranks=models.rank_stats,
             memory_budget=models.budget.parts,
+            **models.reports,
         )
         scheduler = _scheduler(config, models, opener)
         ledger = Ledger([each.holdings for each in models.both], models.budget)

@@ -143,12 +143,13 @@ class Batch:
 
     T tokens: first the single ones (decodes), then those of chunks, short chunks first. The host
     data is in range by construction, so nothing here checks it again. A batch that only decodes may
-    have rows of padding after its tokens: token 0 at position 0, slot -1, context length 0.
+    have rows of nobody after its tokens: token 0 at position 0, slot -1, context length 0.
 
     Attributes:
-        tokens: ``[T + padding]`` int32 ids.
+        tokens: ``[T + num_empty]`` int32 ids.
         num_tokens: T.
-        padding: rows that are no tokens.
+        num_rows: rows of the arrays that have one for each sequence: the sequences, then
+            `num_empty` rows of nobody.
         num_decodes: how many of the first tokens are single ones.
         positions: ``[T]`` int32, of each token in its sequence.
         forwards: what the layers know of it: group by group, one for each member.
@@ -203,8 +204,12 @@ class Batch:
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
         tables = tables or BatchTables.of_groups(allocator)
-        pads = tables[0].buckets is not None and self.decodes_only
-        self.padding = pads * (row_bucket(self.num_tokens) - self.num_tokens)
+        self.num_rows = len(spans)
+        if self.decodes_only:
+            for of_group in tables:
+                of_group.update(self.seq_ids)
+            self.num_rows = len(tables[0].arrays[0])
+        self.num_empty = self.num_rows - len(spans)
         self.positions = mx.array(self._padded(self._positions))
         self.figures: dict[str, int] = {}
         self.forwards = self._forwards(allocator, tables)
@@ -214,8 +219,8 @@ class Batch:
         if not self.samples_all:
             rows, of = self.sampled_rows, self.logits_of
             self.newest = self.tokens[rows if of is None else rows[of]]
-        if self.padding:
-            self.tokens = mx.pad(self.tokens, (0, self.padding))
+        if self.num_empty:
+            self.tokens = mx.pad(self.tokens, (0, self.num_empty))
 
     def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
         """The batch as the layers of each group's members know it."""
@@ -230,11 +235,10 @@ class Batch:
             cu_seqlens = mx.array(np.append(self.first_rows, np.int32(self.num_tokens)))
             sequences = mx.array(self._sequences)
         forwards = []
-        num_rows = len(self.seq_ids) + self.padding
         for of_group in tables:
             prefixes = None
             if len(self.seq_ids) > 1:  # one sequence shares with none
-                prefixes = of_group.prefixes.of(self.seq_ids, num_rows)
+                prefixes = of_group.prefixes.of(self.seq_ids, self.num_rows)
                 of_group.prefixes.note(self.figures)
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:
@@ -264,7 +268,6 @@ class Batch:
         count, group, store = self.num_decodes, tables.group, allocator.store
         columns = self._positions // np.int32(allocator.block_size)
         if self.decodes_only:
-            tables.update(self.seq_ids)
             slots = store.slots(tables.blocks_at(columns), self._positions, group)
             return of_members(self._padded(slots, -1)), [[] for _ in tables.arrays], tables.arrays
         rows = allocator.table_rows(self.seq_ids)
@@ -284,11 +287,11 @@ class Batch:
         return of_members(slots), chunks, of_members(block_tables)
 
     def _padded(self, values: Int32Array, value: int = 0) -> Int32Array:
-        """``[..., T]`` with `value` in the rows of padding."""
-        if not self.padding:
+        """``[..., T]`` with `value` in the rows of nobody."""
+        if not self.num_empty:
             return values
-        padded = np.full((*values.shape[:-1], values.shape[-1] + self.padding), value, np.int32)
-        padded[..., : -self.padding] = values
+        padded = np.full((*values.shape[:-1], self.num_rows), value, np.int32)
+        padded[..., : -self.num_empty] = values
         return padded
 
     @cached_property

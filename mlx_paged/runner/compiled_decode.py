@@ -1,7 +1,6 @@
 """The forward of a step that only decodes, as one compiled graph."""
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -28,9 +27,11 @@ from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.hidden_states import HiddenStates
 from mlx_paged.runner.layer_states import Forms, LayerStates, States
 from mlx_paged.runner.lora_numbers import LoRANumbers
+from mlx_paged.runner.model_probe import Batching, ModelProfile
 from mlx_paged.runner.recorded_graph import recorded_graph
 from mlx_paged.runner.row_terms import RowTerms, using
 from mlx_paged.runner.skip_unsampled import lock_of
+from mlx_paged.runner.thread_graphs import free_graphs_with_thread
 from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
@@ -51,25 +52,6 @@ Results = tuple[Scores, Arrays, States, Arrays]
 """Scores, the pool's handles, states of sequences, and the hidden states that a head reads."""
 
 Result = TypeVar("Result")
-
-
-class _ThreadEnd:
-    """Frees the graphs of a thread when it ends, with Python's lock. MLX frees them later, without
-    the lock; if the process exits meanwhile, it aborts."""
-
-    def __del__(self) -> None:
-        ops.clear_compiled()
-
-
-of_thread = threading.local()
-"""Of a thread that :func:`free_graphs_with_thread` has seen the attribute `end`."""
-
-
-def free_graphs_with_thread() -> None:
-    """Free what ``mx.compile`` traces in this thread when the thread ends."""
-    if not hasattr(of_thread, "end"):
-        is_main = threading.current_thread() is threading.main_thread()
-        of_thread.end = None if is_main else _ThreadEnd()
 
 
 def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
@@ -105,6 +87,13 @@ class _GathersError(Exception):
 
 EXPECTED = _GathersError, _DisabledError
 """Why no graph was traced, where nothing is wrong."""
+
+
+def why_untraceable(profile: ModelProfile) -> str | None:
+    """Why no graph can compute the decodes of several buckets; None: nothing is known."""
+    if profile.batching is Batching.SINGLE:
+        return "each sequence has its own forward"
+    return "gathered K/V has a length" if profile.decodes_gather else None
 
 
 class CompiledDecode:
@@ -227,7 +216,7 @@ class CompiledDecode:
                 prefixes = mx.pad(prefixes + mx.array([[more[0]], [0]]), [(0, 0), more])
             arrays += (forward.slot_mapping, tables, prefixes)
         scores = self._run(arrays + last)
-        return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.padding else scores
+        return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.num_empty else scores
 
     def _no_prefixes(self, rows: int) -> mx.array:
         """Shared prefixes of no sequence: as an argument of a graph that has none, no number."""

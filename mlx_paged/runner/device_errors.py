@@ -3,8 +3,9 @@ all runners on the stream may be wrong."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import RLock
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
 from mlx_paged import ops
@@ -85,3 +86,9 @@ def ended(compute: Callable[[], Returned]) -> Returned:
     if (end := ops.metal.end_of_work()) is not None:
         end()
     return found
+
+
+def telling(read: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """What reads a copy. Who calls it may go on after an error, and MLX tells of an error once."""
+    told: Callable[[], Any] = telling_errors()(partial(read, *args))
+    return told

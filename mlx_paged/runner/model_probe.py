@@ -85,7 +85,7 @@ class ModelProfile:
         logit_columns: tokens that the model can choose have ids below it.
         heads_take_rows: the output projection can compute some of a forward's rows, and the output
             then has these rows alone.
-        untraceable: why no graph can compute the decodes of several buckets; None: nothing.
+        decodes_gather: whether a layer gathers the K/V that its decodes attend to.
     """
 
     shapes: tuple[KVShape | None, ...]
@@ -97,7 +97,7 @@ class ModelProfile:
     embedding_rows: int
     logit_columns: int
     heads_take_rows: bool
-    untraceable: str | None
+    decodes_gather: bool
 
     def stored_by(self, config: PoolConfig) -> "ModelProfile":
         """The profile of the model with K/V that is stored as the options say.
@@ -199,26 +199,21 @@ def probe(model: nn.Module) -> ModelProfile:
             pass
     if decode is None:
         batching = Batching.SINGLE
-    traces = list(zip(decode or chunk, chunk, strict=True))
+    recorded = list(zip(decode or chunk, chunk, strict=True))
     # A layer stores what its decodes attend to, if these are latents.
-    layers = [own if own.shape and own.shape.latent else other for own, other in traces]
+    layers = [own if own.shape and own.shape.latent else other for own, other in recorded]
     kinds = [kind for leaf in layers if leaf.shape is not None for kind in leaf.attentions]
-    untraceable = None
-    if decode is None:
-        untraceable = "each sequence has its own forward"
-    elif any(not leaf.attentions for leaf in decode if leaf.shape is not None):
-        untraceable = "gathered K/V has a length"
     return ModelProfile(
         shapes=tuple(leaf.shape for leaf in layers),
         batching=batching,
         states=StateProfile.of(states, diverts_states),
         attentions=tuple(dict.fromkeys(kinds)),
-        windows=tuple(map(_widest, traces)),
+        windows=tuple(map(_widest, recorded)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),
         embedding_rows=embedding_rows,
         logit_columns=logit_columns,
         heads_take_rows=_heads_take_rows(model, batched=batching is not Batching.SINGLE),
-        untraceable=untraceable,
+        decodes_gather=any(not leaf.attentions for leaf in decode or () if leaf.shape is not None),
     )
 
 
@@ -230,9 +225,9 @@ def _watched(caches: Sequence[Any]) -> list[WatchedStates]:
     return [leaf for leaf in leaves(caches) if isinstance(leaf, WatchedStates)]
 
 
-def _widest(traces: Sequence[_Recorder]) -> int | None:
+def _widest(recorders: Sequence[_Recorder]) -> int | None:
     """The widest window of all attention to a layer's K/V; None: it sees all tokens, or gathers."""
-    windows = [window for trace in traces for window in trace.windows or (None,)]
+    windows = [window for recorder in recorders for window in recorder.windows or (None,)]
     return None if None in windows else max(w for w in windows if w is not None)
 
 

@@ -15,6 +15,7 @@ from mlx_paged import ops
 from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.attention.shared_prefixes import MakePrefixes, shared_in
+from mlx_paged.holdings import Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import bytes_of, load_blocks, read_blocks
 from mlx_paged.kv.block_tables import Int32Array
@@ -25,16 +26,12 @@ from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.runner.batch import Batch, BatchTables, Layout
 from mlx_paged.runner.buckets import Buckets
-from mlx_paged.runner.compiled_decode import (
-    CompiledDecode,
-    free_graphs_with_thread,
-    of_thread,
-    weakly,
-)
+from mlx_paged.runner.compiled_decode import CompiledDecode, weakly, why_untraceable
 from mlx_paged.runner.device_errors import (
     note_errors_on,
     noted,
     raise_noted,
+    telling,
     telling_errors,
     waiting,
 )
@@ -45,14 +42,9 @@ from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.row_terms import RowTerms, narrow, using
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
+from mlx_paged.runner.thread_graphs import free_graphs_with_thread, of_thread
 from mlx_paged.sampling.prompt_scores import PromptScores
-from mlx_paged.sampling.sampler import (
-    PendingTokens,
-    Sampler,
-    Scores,
-    on_host,
-    outside_rows,
-)
+from mlx_paged.sampling.sampler import PendingTokens, Sampler, Scores, on_host, outside_rows
 from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, UnknownEndError
 
 
@@ -117,11 +109,24 @@ class ModelRunner:
         note_errors_on(self)
         self.compiled: CompiledDecode | None = None
         self.row_terms: Callable[[Batch], RowTerms | None] | None = None
-        self.why_plain = self._untraceable = profile.untraceable
+        self.why_plain = self._untraceable = why_untraceable(profile)
         self._new_tables = partial(
             BatchTables.of_groups, allocator, make_prefixes=make_prefixes or shared_in(pool)
         )
         self._tables = self._new_tables()
+
+    def choose_graphs(self, compile: bool | None, max_rows: int) -> None:
+        """Choose whether :meth:`compile_decodes`."""
+        self.compile_decodes(compile, max_rows)
+
+    @property
+    def reports(self) -> dict[str, Any]:
+        """What the runner reports in an engine's statistics, by the field's name."""
+        return {"traces": None if self.compiled is None else self.compiled.traces}
+
+    def holdings(self) -> list[Holding]:
+        """What the graphs take of the memory."""
+        return [Holding("traces", 0 if self.compiled is None else self.compiled.traces.bytes)]
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less
@@ -275,14 +280,14 @@ class ModelRunner:
                 staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
                 for i, stored in enumerate(leaving):
                     size = len(stored.blocks)
-                    stored.payload = _telling(bytes_of, staged, i * size, size)
+                    stored.payload = telling(bytes_of, staged, i * size, size)
         for group in groups:
             load_blocks(pool, group, [t for t in loads if t.group == group and t.blocks])
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
         for each in [t for t in stores if t.state]:
             copied, read = self.states.copied_out(each.state)
             self._begin(copied)  # else the copy waits for the step that follows
-            each.payload = _telling(read)
+            each.payload = telling(read)
         for each in [t for t in loads if t.state]:
             rows, row = each.payload
             loaded = self.states.put_back(each.state, np.asarray(rows)[row].tobytes())
@@ -464,7 +469,7 @@ class ModelRunner:
         takes = compiled is not None and not more and compiled.takes(batch)
         states: AbstractContextManager[None] = nullcontext()
         if self.states.exist:
-            states = self.states.computing(batch.spans, are_rows and not takes, batch.padding)
+            states = self.states.computing(batch.spans, are_rows and not takes, batch.num_empty)
         if compiled is not None and takes:
             with states:
                 scores = compiled(batch, terms)
@@ -486,12 +491,6 @@ class ModelRunner:
         with self._lock, attention_hook(), self.cpu_layers.diverted(), self._hidden.forward():
             logits: mx.array = self.model(inputs, cache=self.caches, **more)
         return logits
-
-
-def _telling(read: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """What reads a copy. Who calls it may go on after an error, and MLX tells of an error once."""
-    told: Callable[[], Any] = telling_errors()(partial(read, *args))
-    return told
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -149,7 +150,6 @@ class PooledModel:
         make_allocator: :class:`BlockAllocator` or a function with its arguments.
 
     Attributes:
-        traces: of the compiled decodes; None: decodes are not compiled.
         command_bound: bounds the chunks of steps by what a command of a GPU takes; None: no Mac's.
         longest_chunk: prompt tokens of a step at most, if nothing else runs or waits.
         limits: of MLX's memory, held while the pool lives; None on a CPU.
@@ -198,7 +198,7 @@ class PooledModel:
         self.command_bound = None
         if working_set() is not None:
             self.command_bound = command_bound(measured.model, self.profile)
-        self.traces = self.runner.compile_decodes(config.compile, config.max_running)
+        self.runner.choose_graphs(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
         self.refused_kernels = ops.refused
 
@@ -209,20 +209,24 @@ class PooledModel:
         return replace(self._budget, copies=COPIED * self.pool.nbytes) if copies else self._budget
 
     @property
+    def reports(self) -> dict[str, Any]:
+        """What the parts report in an engine's statistics, by the field's name."""
+        return self.runner.reports | {"refused_kernels": self.refused_kernels}
+
+    @property
     def _has_kernels(self) -> bool:
         shapes = (kind.shape for kind in self.profile.attentions)
         return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
 
     def holdings(self) -> list[Holding]:
         """What the model, its pool and its states take of the memory now."""
-        traces = 0 if self.traces is None else self.traces.bytes
         weights = self._budget.weights - _adapter_bytes(self.config)
         return [
             Holding("weights", weights, weights, is_mlx=True),
             *pool_holdings(self.pool, self.allocator),
             *self.allocator.states.holdings(),
             *(self._hosted.holdings() if self._hosted is not None else ()),
-            Holding("traces", traces),
+            *self.runner.holdings(),
         ]
 
     def warm_up(self) -> None:

@@ -17,7 +17,7 @@ from mlx_paged.scheduler.step import Span
 
 
 class _Joined:
-    """The states that a run left: a row for each of its sequences, and for its padding.
+    """The states that a run left: a row for each of its sequences, then rows of nobody.
 
     Attributes:
         held: how many of the rows are states that the store has.
@@ -120,21 +120,21 @@ class RecurrentStates:
         joined = {self._at(span.reads)[0] for span in spans}
         return all([each.forms == forms for each in joined])
 
-    def load(self, state_ids: Sequence[int], padding: int = 0) -> None:
-        """Put these states into the model's caches, with rows of padding behind them, whose values
-        mean nothing."""
+    def load(self, state_ids: Sequence[int], num_empty: int = 0) -> None:
+        """Put these states into the model's caches, with `num_empty` rows behind them, whose
+        values mean nothing."""
         rows_of = [*map(self._at, state_ids)]
         used: dict[_Joined, list[int]] = {}
         for joined, row in rows_of:
             used.setdefault(joined, []).append(row)
         parts, before, count = list[slice](), dict[_Joined, int](), 0
         for joined, rows in used.items():
-            part = slice(min(rows), min(max(rows) + 1 + padding, joined.rows))
+            part = slice(min(rows), min(max(rows) + 1 + num_empty, joined.rows))
             before[joined] = count - part.start
             count += part.stop - part.start
             parts.append(part)
         order = [before[joined] + row for joined, row in rows_of]
-        order += [min(row, count - 1) for row in range(len(order), len(order) + padding)]
+        order += [min(row, count - 1) for row in range(len(order), len(order) + num_empty)]
         index = None if order == [*range(count)] else mx.array(order, mx.int32)
         for cache, *layer in zip(self.caches, *[joined.states for joined in used], strict=True):
             cache.cache = [_join(column, parts, index) for column in zip(*layer, strict=True)]
@@ -145,28 +145,30 @@ class RecurrentStates:
         self.loaded = [[next(flat) for _ in cache.cache] for cache in self.caches]
 
     @contextmanager
-    def computing(self, spans: Sequence[Span], are_rows: bool, padding: int = 0) -> Iterator[None]:
+    def computing(
+        self, spans: Sequence[Span], are_rows: bool, num_empty: int = 0
+    ) -> Iterator[None]:
         """A forward of these spans within this context begins with the states that they read, and
-        with rows of padding. The states after it are those that they leave."""
+        with `num_empty` rows of nobody. The states after it are those that they leave."""
         if self._rows is not None and are_rows and not self._are_alike(spans):
-            runs = self.runs(spans, padding)
+            runs = self.runs(spans, num_empty)
             with self._rows.computing(runs, self.caches):
                 yield
         else:
-            runs = [self.run(spans, padding)]
+            runs = [self.run(spans, num_empty)]
             yield
         self.store(runs, spans)
 
-    def run(self, spans: Sequence[Span], padding: int = 0, first: int = 0) -> Run:
+    def run(self, spans: Sequence[Span], num_empty: int = 0, first: int = 0) -> Run:
         """The spans as a run from row `first` on. Their states are in the model's caches."""
-        self.load([span.reads for span in spans], padding)
+        self.load([span.reads for span in spans], num_empty)
         stops = [state.position - spans[0].start for state in spans[0].leaves]
-        return Run(first, len(spans) + padding, stops, self.caches)
+        return Run(first, len(spans) + num_empty, stops, self.caches)
 
-    def runs(self, spans: Sequence[Span], padding: int = 0) -> list[Run]:
+    def runs(self, spans: Sequence[Span], num_empty: int = 0) -> list[Run]:
         """The spans of a forward of rows as runs with caches of their own. A span that leaves
         several states is a run of its own; others are joined if they have as many tokens and states
-        of the same forms. Padding belongs to the last run."""
+        of the same forms. Rows of nobody belong to the last run."""
         found: list[Run] = []
 
         def kind(span: Span) -> tuple[int, Forms, int]:
@@ -175,7 +177,7 @@ class RecurrentStates:
 
         for _, of_run in groupby(spans, kind):
             own_spans = [*of_run]
-            more = padding if own_spans[-1] is spans[-1] else 0
+            more = num_empty if own_spans[-1] is spans[-1] else 0
             run = self.run(own_spans, more, found[-1].stop if found else 0)
             caches = [empty_like(cache) for cache in self.caches]
             for own, cache in zip(caches, self.caches, strict=True):
