@@ -46,10 +46,12 @@ class BatchTables:
         arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
             entries past a row's end are undefined, and so are those that a window has left.
         buckets: of rows and columns that the arrays have; None: no padding.
+        num_rows: rows of the arrays.
         prefixes: which of the sequences begin with the same blocks.
     """
 
     arrays: list[mx.array]
+    num_rows: int
     _seq_ids: list[int]
     _rows: Int32Array  # rows of these sequences in the allocator's tables
     _lengths: Int32Array  # number of blocks of each sequence
@@ -121,6 +123,7 @@ class BatchTables:
         shape = rows, width + SPARE_COLUMNS
         if self.buckets is not None:
             shape = row_bucket(rows), self.buckets.width(width)
+        self.num_rows = shape[0]
         self._host = np.zeros(shape, np.int32)
         self._host[:rows, :width] = entries
         self._upload()
@@ -208,7 +211,7 @@ class Batch:
         if self.decodes_only:
             for of_group in tables:
                 of_group.update(self.seq_ids)
-            self.num_rows = len(tables[0].arrays[0])
+            self.num_rows = tables[0].num_rows
         self.num_empty = self.num_rows - len(spans)
         self.positions = mx.array(self._padded(self._positions))
         self.figures: dict[str, int] = {}
