@@ -8,8 +8,10 @@ the turns. Processor time is that of all threads, those that wait for work inclu
     python -m bench.adapters --model smollm2-bfloat16
 
 With ``--many N``, N adapters are loaded from their folders one after another, and each serves a
-token at once, while `--rows` requests without adapters stream: seconds of a load, of the load and
-its first token, and the longest time between two tokens of a stream before and meanwhile.
+token at once, while `--rows` requests without adapters stream. Half of them fit into the memory.
+Then each serves a token again, for which it is read again. Seconds of a load, of the load and its
+first token, of the token after an eviction, of a token of the base, and the longest time between
+two tokens of a stream before and meanwhile.
 """
 
 import argparse
@@ -39,6 +41,8 @@ SIZE = 0.02
 """Of the numbers of a factor."""
 QUIET_S = 3.0
 """How long streams run before the first load."""
+STREAM_TOKENS = 4000
+BASE_TOKENS = 5
 WARM_UP = 6
 """Steps that are not timed."""
 
@@ -98,7 +102,7 @@ class Streams:
     """Requests without adapters that stream, and the times of their tokens."""
 
     def __init__(self, service: EngineService, args: argparse.Namespace) -> None:
-        params = SamplingParams(max_tokens=4000, ignore_eos=True)
+        params = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True)
         prompts = random_prompts(args.rows, args.prompt_tokens, args.model)
         self._tickets = [service.submit(prompt, params) for prompt in prompts]
         self._times: list[list[float]] = [[] for _ in prompts]
@@ -116,37 +120,54 @@ class Streams:
         return max((b - a for times in late for a, b in pairwise(times)), default=0.0)
 
     def end(self) -> None:
+        """End the requests. Raises SystemExit if one has ended by itself: then the gaps are not
+        those of all loads."""
+        lasted = not any(ticket.done for ticket in self._tickets)
         for ticket in self._tickets:
             ticket.abort()
+        if not lasted:
+            raise SystemExit(f"a stream ended after {STREAM_TOKENS} tokens: take fewer --many")
 
 
 def load_many(model: nn.Module, args: argparse.Namespace) -> None:
     """Print what loads of many adapters cost."""
     with TemporaryDirectory() as folder:
         paths = write_adapters(Path(folder), model, args)
-        engine = Engine(model, adapters={}, max_running=args.rows + 1)
+        size = sum(place.num_bytes(max(args.rank, 8)) for place in places_of(model).values())
+        held = max(1, args.many // 2)
+        options = {"max_running": args.rows + 1, "adapter_memory": held * size}
+        engine = Engine(model, adapters={}, max_stall_ms=args.max_stall_ms, **options)
         with EngineService(engine) as service:
             streams = Streams(service, args)
             time.sleep(QUIET_S)
             quiet = streams.longest_gap(0.0)
+            gaps = {"quiet_gap_s": quiet}
+            base = [_first_token(service, None) for _ in range(BASE_TOKENS)]
             loads, firsts, start = list[float](), list[float](), time.perf_counter()
             for path in paths:
                 began = time.perf_counter()
                 files = engine.read_adapter(path.name, path)
                 service.call(partial(Engine.load_adapter, name=path.name, path=files))
                 loads.append(time.perf_counter() - began)
-                params = SamplingParams(max_tokens=1, adapter=path.name)
-                service.submit([1, 2, 3], params).result()
-                firsts.append(time.perf_counter() - began)
-            gap = streams.longest_gap(start)
+                firsts.append(loads[-1] + _first_token(service, path.name))
+            gaps["gap_s"], start = streams.longest_gap(start), time.perf_counter()
+            again = [_first_token(service, path.name) for path in paths]
+            gaps["again_gap_s"] = streams.longest_gap(start)
             streams.end()
-        size = next(iter(engine.adapters.values())).num_bytes
-    found = {"megabytes": round(size / 1e6, 1), "quiet_gap_s": quiet, "gap_s": gap}
-    for name, seconds in {"load": loads, "first_token": firsts}.items():
+    found = {"megabytes": round(size / 1e6, 1), "held": held} | gaps
+    courses = {"base_token": base, "load": loads, "first_token": firsts, "again_token": again}
+    for name, seconds in courses.items():
         found |= {f"{name}_median_s": median(seconds), f"{name}_longest_s": max(seconds)}
     rows = [["what", "value"], *([name, f"{value:.3f}"] for name, value in found.items())]
     print(table(rows))
     print_result("adapters", vars(args) | found)
+
+
+def _first_token(service: EngineService, adapter: str | None) -> float:
+    """Seconds of a request for one token."""
+    began = time.perf_counter()
+    service.submit([1, 2, 3], SamplingParams(max_tokens=1, adapter=adapter)).result()
+    return time.perf_counter() - began
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -27,6 +27,9 @@ class VMStatistics64(ctypes.Structure):
 REV0_WORDS = ctypes.sizeof(VMStatistics64) // ctypes.sizeof(ctypes.c_uint32)
 
 
+MADV_NOHUGEPAGE = 15
+
+
 def available_memory() -> int | None:
     """Bytes that this machine can give to arrays now without swapping; None: nobody tells.
 
@@ -63,6 +66,17 @@ def resident_bytes(address: int, size: int) -> int | None:
     except AttributeError:
         return None
     return None if failed else page * bytes(pages).translate(LOWEST_BIT).count(1)
+
+
+def use_small_pages(address: int, size: int) -> None:
+    """Ask Linux to use no huge pages in ``[address, address + size)``, so that a write takes no
+    more memory than it touches. Linux may refuse; other systems are not asked."""
+    if sys.platform != "linux":
+        return
+    page = resource.getpagesize()
+    first = address // page * page
+    last = (address + size) // page * page
+    _c_library().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_NOHUGEPAGE)
 
 
 def of_mach(library: Any = None) -> int | None:

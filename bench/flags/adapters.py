@@ -15,6 +15,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rank", type=COUNT, default=16, help="of the adapters")
     add("--prompt-tokens", type=COUNT, default=16, help="prompt tokens of each request")
     add("--many", type=COUNT, metavar="N", help="load N adapters beside streams, instead")
+    add("--max-stall-ms", type=COUNT, help="of the engine with --many: the bound on a step")
     add("--steps", type=COUNT, default=40, help="timed steps of each course")
     add_model(parser)
     return parser.parse_args(argv)

@@ -2,31 +2,43 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import mlx.core as mx
+import numpy.typing as npt
 
+from mlx_paged import ops
 from mlx_paged.adapters.formats import Factors
 from mlx_paged.adapters.places import Pair, Place
+from mlx_paged.system_memory import use_small_pages
 
 FEWEST_SLOTS = 2
+MOST_RESERVED = 1024
+"""Slots for which address space is reserved, at most."""
 
 
 class RankStacks:
     """Stacks of factors whose ranks are at most `rank`; smaller ones are filled with zeros.
 
-    The arrays keep their shapes while adapters come and go, so that graphs stay. They grow to twice
-    as many slots.
+    On a CPU of Linux the arrays reserve address space for `capacity` slots and take memory where
+    slots are written: while there are no more slots, the arrays stay, so that graphs stay, and
+    nothing is copied. Elsewhere the arrays grow to twice as many slots, with a copy.
 
     Attributes:
-        pairs: by path of the layer both factors of all slots, ``[S, ...]``.
+        pairs: by path of the layer both factors of all slots, ``[S, ...]``; S may be more than
+            `num_slots`.
         slots: of each adapter, the one unused longest first.
+        num_slots: that may take memory.
+        are_reserved: whether the arrays reserve address space, which MLX does not count.
     """
 
-    def __init__(self, rank: int, places: Mapping[str, Place]) -> None:
+    def __init__(self, rank: int, places: Mapping[str, Place], capacity: int) -> None:
         self.rank = rank
         self.pairs: dict[str, Pair] = {}
         self.num_slots = 0
         self.slots: OrderedDict[int, int] = OrderedDict()  # by the adapter's number
+        self.are_reserved = _reserves()
+        self._room = min(capacity, MOST_RESERVED) if self.are_reserved else 0
         self._places = places
 
     @property
@@ -63,31 +75,57 @@ class RankStacks:
             del self.slots[number]
         return number is not None
 
-    def grow(self, num_slots: int) -> None:
-        """Let the stacks have so many slots."""
-        more, self.num_slots = num_slots - self.num_slots, num_slots
-        self.pairs = {
-            path: (_with_zeros(a, more), _with_zeros(b, more))
-            for path, (a, b) in self.pairs.items()
-        }
+    def grow(self, most: int) -> None:
+        """Get more slots, until there are `most` at most. No step may be under way."""
+        if self.num_slots < self._room:
+            self.num_slots += 1
+            return
+        longer = min(most, max(FEWEST_SLOTS, 2 * self._room))
+        more = longer - self._room
+        self.pairs = {p: (_longer(a, more), _longer(b, more)) for p, (a, b) in self.pairs.items()}
+        mx.eval(list(self.pairs.values()))
+        self.num_slots = self._room = longer
+        self.are_reserved = False
 
     def put(self, number: int, slot: int, factors: Factors) -> None:
-        """Write the factors of an adapter into a free slot, in place unless a step reads them."""
-        for path in factors.keys() - self.pairs.keys():
-            place = self._places[path]
-            shapes = place.shapes(self.rank)
-            a, b = (mx.zeros((self.num_slots, *shape), place.dtype) for shape in shapes)
-            self.pairs[path] = a, b
-        for path, (a, b) in self.pairs.items():
-            if path in factors:
-                own_a, own_b = factors[path]
-                missing = [(0, 0)] * (own_a.ndim - 2) + [(0, self.rank - own_a.shape[-2]), (0, 0)]
-                a[slot], b[slot] = mx.pad(own_a, missing), mx.pad(own_b, missing)
-            else:
-                a[slot] = b[slot] = mx.array(0, a.dtype)
-        mx.eval(list(self.pairs.values()))
+        """Write the factors of an adapter into a free slot, in place. No step may be under way."""
+        new = factors.keys() - self.pairs.keys()
+        for path in new:
+            a, b = self._places[path].shapes(self.rank)
+            self.pairs[path] = self._zeros(path, a), self._zeros(path, b)
+        mx.eval([self.pairs[path] for path in new])
+        for path, pair in self.pairs.items():
+            for stack, factor in zip(pair, factors.get(path, (None, None)), strict=True):
+                row = _memory(stack)[slot]
+                if factor is None:
+                    row[:] = 0
+                    continue
+                rank = factor.shape[-2]
+                row[..., :rank, :] = _memory(factor)
+                row[..., rank:, :] = 0
         self.slots[number] = slot
 
+    def _zeros(self, path: str, shape: tuple[int, ...]) -> mx.array:
+        capacity = self._room if self.are_reserved else 0
+        zeros = ops.pool_zeros((self._room, *shape), self._places[path].dtype, capacity=capacity)
+        if self.are_reserved:
+            mx.eval(zeros)
+            memory = _memory(zeros)
+            use_small_pages(memory.__array_interface__["data"][0], memory.nbytes)
+        return zeros
 
-def _with_zeros(stack: mx.array, more: int) -> mx.array:
+
+def _reserves() -> bool:
+    """Whether arrays on the default device can reserve address space."""
+    one = ops.pool_zeros((1, 1), mx.float32, capacity=2)
+    mx.eval(one)
+    return ops.grown_in_place(one, 2) is not None
+
+
+def _longer(stack: mx.array, more: int) -> mx.array:
     return mx.concatenate([stack, mx.zeros((more, *stack.shape[1:]), stack.dtype)])
+
+
+def _memory(array: mx.array) -> npt.NDArray[Any]:
+    """The memory of an array that has been computed, as bytes: ``[..., columns * itemsize]``."""
+    return ops.as_numpy(array.view(mx.uint8))

@@ -1,10 +1,12 @@
 """The adapters of an engine: their names, and which of them are in memory."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from weakref import finalize
 
@@ -15,13 +17,15 @@ import numpy as np
 from mlx_paged.adapters.formats import Factors, factors_of, read_adapter
 from mlx_paged.adapters.layers import AdaptedLayers, Group, LowRankTerms
 from mlx_paged.adapters.places import Place
-from mlx_paged.adapters.stacks import FEWEST_SLOTS, RankStacks
+from mlx_paged.adapters.stacks import RankStacks
 from mlx_paged.arguments import is_real, memory, one_line, shown
 from mlx_paged.holdings import Holding
 from mlx_paged.ops import as_numpy
 from mlx_paged.options import PoolConfig
 from mlx_paged.runner.batch import Batch, Layout
 
+WAITING_PART = 4
+"""What was read and waits for its step takes this part of the budget at most."""
 SMALLEST_CLASS = 8
 """Ranks below it count as it: an array with fewer columns saves no time."""
 
@@ -79,7 +83,10 @@ class AdapterStore:
         self._numbers = count(1)
         self._alive = set[int]()  # numbers of adapters that somebody has
         self._rows: tuple[Any, LowRankTerms] | None = None  # of the latest batch
-        self._latest: tuple[int, Factors] | None = None  # that was read, until a step uses it
+        self._reading = Lock()  # one read at a time beside the steps
+        self._changing = Lock()  # of what was read
+        self._waiting = OrderedDict[int, Factors]()  # that were read, until a step uses them
+        self._loaded = 0  # number of the one among them that no request has asked for yet
         self.loads = 0  # of adapters into the stacks
 
     @classmethod
@@ -105,7 +112,20 @@ class AdapterStore:
 
     def holdings(self) -> list[Holding]:
         """The line of a ledger of memory."""
-        return [Holding("adapters", self.num_bytes, self.budget, is_mlx=True)]
+        is_mlx = not any(stacks.are_reserved for stacks in self._stacks.values())
+        return [
+            Holding("adapters", self.num_bytes, self.budget, is_mlx),
+            Holding("adapters_waiting", self._waiting_bytes, self._most_waiting, is_mlx=True),
+        ]
+
+    @property
+    def _most_waiting(self) -> int:
+        return self.budget // WAITING_PART
+
+    @property
+    def _waiting_bytes(self) -> int:
+        with self._changing:
+            return sum(map(_bytes_of, self._waiting.values()))
 
     @property
     def num_alive(self) -> int:
@@ -134,8 +154,34 @@ class AdapterStore:
         """Give an adapter that was read a name, which may have been another adapter's. Raises
         ValueError if it is larger than the budget."""
         made = self._add(name, files.factors, files.key, files.folder, 1.0)
-        self._latest = made.number, files.factors
+        with self._changing:
+            self._waiting.pop(self._loaded, None)
+        self._loaded = made.number
+        self._wait(made.number, files.factors)
         return made
+
+    def prepare(self, name: str) -> None:
+        """Read the adapter with a name, unless it is in memory: the step that needs it first does
+        not read it then. Any thread may call this. Raises ValueError if its files have changed or
+        cannot be read."""
+        adapter = self._named.get(name)
+        if adapter is None or adapter.factors is not None:
+            return
+        if adapter.number == self._loaded:
+            self._loaded = 0
+        with self._reading:
+            stacks = self._stacks.get(adapter.size_class)
+            is_there = stacks is not None and adapter.number in stacks.slots
+            if not is_there and adapter.number not in self._waiting:
+                self._wait(adapter.number, self._read_again(adapter))
+
+    def _wait(self, number: int, factors: Factors) -> None:
+        """Keep what was read until a step uses it, or until what is read later needs the room."""
+        with self._changing:
+            self._waiting[number] = factors
+            total = sum(map(_bytes_of, self._waiting.values()))
+            while total > self._most_waiting and len(self._waiting) > 1:
+                total -= _bytes_of(self._waiting.popitem(last=False)[1])
 
     def load_arrays(self, name: str, arrays: Mapping[str, mx.array], scale: float) -> Adapter:
         """The same of arrays by the names that mlx-lm gives them. Raises ValueError as
@@ -177,8 +223,9 @@ class AdapterStore:
     def _forget_dead(self) -> None:
         """Give up the slots of adapters that nobody has, and stacks without a slot in use."""
         self._rows = None
-        if self._latest is not None and self._latest[0] not in self._alive:
-            self._latest = None
+        with self._changing:
+            for number in self._waiting.keys() - self._alive:
+                del self._waiting[number]
         for rank, stacks in list(self._stacks.items()):
             for number in stacks.slots.keys() - self._alive:
                 del stacks.slots[number]
@@ -220,10 +267,11 @@ class AdapterStore:
         factors = self._factors_of(adapter)
         self._forget_dead()
         if rank not in self._stacks:
-            self._stacks[rank] = RankStacks(rank, self.layers.places)
+            capacity = max(1, self.budget // adapter.num_bytes)
+            self._stacks[rank] = RankStacks(rank, self.layers.places, capacity)
         stacks = self._stacks[rank]
+        mx.synchronize()  # the step under way may read a slot that another adapter gets
         slot = self._room(stacks, factors, wanted)
-        mx.synchronize()  # else the step under way reads the stacks, and each is copied
         stacks.put(adapter.number, slot, factors)
         self.loads += 1
         return slot
@@ -231,18 +279,16 @@ class AdapterStore:
     def _room(self, stacks: RankStacks, factors: Factors, wanted: Mapping[int, Adapter]) -> int:
         """A free slot; the stacks grow within the budget, or an adapter leaves."""
         while True:
-            free = stacks.free_slot()
+            free, num_slots = stacks.free_slot(), stacks.num_slots
             others = self.num_bytes - stacks.num_bytes
-            slots = max(FEWEST_SLOTS, 2 * stacks.num_slots) if free is None else stacks.num_slots
-            is_within = others + stacks.bytes_with(factors, slots) <= self.budget
-            if free is not None and (is_within or not self._give_up(stacks, wanted)):
-                return free
-            if free is None:
-                if not is_within and stacks.evict(wanted):
-                    continue
-                if not is_within and self._give_up(stacks, wanted):
-                    continue
-                stacks.grow(slots if is_within else stacks.num_slots + 1)
+            most = (self.budget - others) // stacks.bytes_with(factors, 1)
+            if free is not None:
+                if num_slots <= most or not self._give_up(stacks, wanted):
+                    return free
+            elif num_slots < most:
+                stacks.grow(most)
+            elif not (stacks.evict(wanted) or self._give_up(stacks, wanted)):
+                stacks.grow(num_slots + 1)
 
     def _give_up(self, kept: RankStacks, wanted: Mapping[int, Adapter]) -> bool:
         """Give up all stacks of another class of ranks, none of whose adapters is wanted; returns
@@ -256,10 +302,12 @@ class AdapterStore:
     def _factors_of(self, adapter: Adapter) -> Factors:
         if adapter.factors is not None:
             return adapter.factors
+        with self._changing:
+            waiting = self._waiting.pop(adapter.number, None)
+        return self._read_again(adapter) if waiting is None else waiting
+
+    def _read_again(self, adapter: Adapter) -> Factors:
         assert adapter.folder is not None
-        if self._latest is not None and self._latest[0] == adapter.number:
-            factors, self._latest = self._latest[1], None
-            return factors
         factors = _read(adapter.name, adapter.folder, self.layers.places)
         if content_key(factors) != adapter.key:
             raise ValueError(
@@ -275,6 +323,10 @@ def _read(name: str, folder: Path, places: Mapping[str, Place]) -> Factors:
         return read_adapter(folder, places)
     except (ValueError, OSError) as error:
         raise ValueError(f"adapter {name:.100}: {one_line(error)}") from error
+
+
+def _bytes_of(factors: Factors) -> int:
+    return sum(each.nbytes for pair in factors.values() for each in pair)
 
 
 def content_key(factors: Factors) -> bytes:

@@ -52,6 +52,16 @@ class ModelCore(EngineCore):
         require(is_path, "load_adapter", "path", path, "the folder of an adapter")
         return self._adapters("load_adapter", name).read(name, Path(path))
 
+    def prepare_adapter(self, name: str) -> None:
+        """Read the adapter with this name, unless it is in memory. Any thread may call this before
+        it adds a request, beside the thread that steps: no step reads files then. Does nothing if
+        no adapter has the name.
+
+        Raises:
+            ValueError: the adapter's files have changed since it was loaded, or cannot be read.
+        """
+        self._adapters("prepare_adapter", name).prepare(name)
+
     @exclusive
     def load_adapter(self, name: str, path: str | PathLike[str] | AdapterFiles) -> Adapter:
         """Give an adapter in a folder of ``mlx_lm.lora`` or PEFT a name. If another one has the

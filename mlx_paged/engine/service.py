@@ -134,6 +134,7 @@ class EngineService:
         """
         names = {name: value for name, value in options.items() if name in CONSTRAINTS}
         self.compile(SamplingParams(**names) if params is None else params)
+        self.prepare_adapter(options.get("adapter") if params is None else params.adapter)
         return self.adopt(lambda engine: [engine.add_request(prompt, params, **options)])[0]
 
     def compile(self, params: SamplingParams) -> None:
@@ -150,6 +151,16 @@ class EngineService:
     def has_compiled(self, params: SamplingParams) -> bool:
         """Whether :meth:`compile` has nothing to do."""
         return params.constraint is None or self._engine.constraints.knows(params)
+
+    def prepare_adapter(self, name: str | None) -> None:
+        """Read the adapter with this name in this thread, unless it is in memory; None: none. Then
+        requests that are added with it do not delay others.
+
+        Raises:
+            ValueError: the adapter's files have changed since it was loaded, or cannot be read.
+        """
+        if isinstance(name, str) and name in self._engine.adapters:
+            self._engine.prepare_adapter(name)
 
     def adopt(self, add: Callable[[Engine], Sequence[int]]) -> list[Ticket]:
         """Run `add` as :meth:`call` does; return a ticket for each request id that it returns.

@@ -53,11 +53,12 @@ class ServedAdapters:
         return (base, adapter) if is_both and adapter in known else (model, None)
 
     def use(self, service: EngineService, given: str) -> str:
-        """The name by which the engine has an adapter, which is loaded if a folder under
-        ``--adapters-dir`` is given that has no name yet. Raises Refusal if it may not be used, and
-        ValueError if it cannot be."""
+        """The name by which the engine has an adapter, which is read if it is not in memory, and
+        loaded if a folder under ``--adapters-dir`` is given that has no name yet. Raises Refusal if
+        it may not be used, and ValueError if it cannot be."""
         known = self._args.adapters or {}
         if given in known:
+            service.prepare_adapter(given)
             return given
         folder = self._folder(given)
         name = self._path_of(folder)

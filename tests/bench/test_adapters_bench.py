@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from bench import adapters
 
 
@@ -19,6 +21,13 @@ def test_loads_beside_streams(capsys, monkeypatch):
     adapters.main(["--model=tiny", "--rows=2", "--rank=2", "--many=3"])
     *_, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    assert (
-        result["megabytes"] > 0 and result["first_token_longest_s"] >= result["load_median_s"] > 0
-    )
+    assert result["megabytes"] > 0 and result["held"] == 1
+    assert result["first_token_longest_s"] >= result["load_median_s"] > 0
+    assert result["again_token_median_s"] > 0 and result["again_gap_s"] > 0
+
+
+def test_streams_that_end_too_early_are_told(monkeypatch):
+    monkeypatch.setattr(adapters, "QUIET_S", 0.5)
+    monkeypatch.setattr(adapters, "STREAM_TOKENS", 2)
+    with pytest.raises(SystemExit, match="a stream ended after 2 tokens: take fewer --many"):
+        adapters.main(["--model=tiny", "--rows=2", "--rank=2", "--many=3"])

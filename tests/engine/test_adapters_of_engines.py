@@ -1,6 +1,7 @@
 """Adapters come, change and go while requests run; K/V of one is never that of another."""
 
 import gc
+import sys
 import threading
 from argparse import Namespace
 from functools import cache
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, EngineService, SamplingParams
-from mlx_paged.adapters import store
+from mlx_paged.adapters import stacks, store
 from mlx_paged.server.served_adapters import ServedAdapters
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 from tests.support.models.architectures import VOCAB, build
@@ -119,11 +120,11 @@ def test_adapters_are_evicted_by_use_and_read_again(folders, alone):
     one = made(adapters=folders)._models.adapters
     size = max(adapter.num_bytes for adapter in one.named.values())
     engine = made(adapters=folders, adapter_memory=2 * size)
-    stacks = engine._models.adapters
+    own = engine._models.adapters
     for name in ("a", "b", "c", "d", "a", "c", "b"):
         assert tokens_of(engine, name) == alone(name)
-        assert stacks.num_bytes <= 2 * size
-    assert stacks.loads > 4
+        assert own.num_bytes <= 2 * size
+    assert own.loads > 4
     names = [*folders, None, *folders]
     params = [SamplingParams(max_tokens=TOKENS, adapter=name) for name in names]
     done = engine.generate([PROMPT] * len(names), params)  # more than the budget, in one step
@@ -160,6 +161,107 @@ def test_a_folder_is_read_once_and_beside_the_engines_thread(folders, alone, mon
         params = SamplingParams(max_tokens=TOKENS, adapter="a")
         assert service.submit(PROMPT, params).result().tokens == alone("a")
     assert threads == [threading.current_thread()]
+
+
+def test_evicted_adapters_are_read_beside_the_engines_thread(folders, alone, monkeypatch):
+    engine = made(adapters=folders)
+    size = max(adapter.num_bytes for adapter in engine.adapters.values())
+    engine, threads, read = made(adapters=folders, adapter_memory=size), [], store.read_adapter
+
+    def recorded(*args):
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(store, "read_adapter", recorded)
+    names = ["a", "c", "a", "b", "b", "c"]
+    with EngineService(engine) as service:
+        for name in names:
+            params = SamplingParams(max_tokens=TOKENS, adapter=name)
+            assert service.submit(PROMPT, params).result().tokens == alone(name)
+        served = ServedAdapters(Namespace(adapters_dir=None, adapters=dict(folders)))
+        assert served.use(service, "a") == "a"
+        ticket = service.adopt(lambda e: [e.add_request(PROMPT, max_tokens=TOKENS, adapter="a")])
+        assert ticket[0].result().tokens == alone("a")
+    assert len(threads) == 6 and set(threads) == {threading.current_thread()}
+
+
+def test_a_changed_folder_is_told_when_a_request_comes(folders, alone, tmp_path):
+    arrays = random_arrays(build("llama"), 0)
+    engine = made(adapters={"x": write_adapter(tmp_path / "x", arrays), "a": folders["a"]})
+    write_adapter(tmp_path / "x", {k: 2 * v for k, v in arrays.items()})
+    with EngineService(engine) as service:
+        with pytest.raises(ValueError, match=r"adapter x in .* has changed"):
+            service.submit(PROMPT, SamplingParams(max_tokens=TOKENS, adapter="x"))
+        params = SamplingParams(max_tokens=TOKENS, adapter="a")
+        assert service.submit(PROMPT, params).result().tokens == alone("a")
+
+
+def test_more_adapters_leave_the_stacks_where_they_are(folders, alone):
+    """Else graphs are traced again and factors copied. Where no address space can be reserved, the
+    arrays grow."""
+    engine = made(adapters=folders)
+    found = engine._models.adapters
+    arrays = []
+    for name in ("a", "b", "d"):
+        assert tokens_of(engine, name) == alone(name)
+        (held,) = found._stacks.values()
+        arrays.append([id(each) for pair in held.pairs.values() for each in pair])
+        assert held.num_slots == len(arrays) or not held.are_reserved
+    assert held.are_reserved == (sys.platform == "linux" and mx.default_device() == mx.cpu)
+    assert arrays[0] == arrays[1] == arrays[2] or not held.are_reserved
+
+
+@pytest.mark.parametrize("reserves", [True, False])
+def test_stacks_keep_factors_while_they_grow(folders, reserves, monkeypatch):
+    """With address space of 3 slots, and on a device that reserves none."""
+    if not reserves:
+        monkeypatch.setattr(stacks, "_reserves", lambda: False)
+    own = made(adapters=folders)._models.adapters
+    places, read = own.layers.places, {name: own.read(name, folders[name]) for name in folders}
+    grown, names = stacks.RankStacks(16, places, 3), list("abcdabcd")
+    for number, name in enumerate(names):
+        if grown.free_slot() is None:
+            grown.grow(10)
+        grown.put(number, grown.free_slot(), read[name].factors)
+    names.append("a")  # in the place of a larger rank, and without one layer
+    *_, last = fewer = dict(read["a"].factors)
+    del fewer[last]
+    grown.put(8, grown.slots.pop(2), fewer)
+    assert not grown.are_reserved and 8 <= grown.num_slots <= 10
+    for number, name in enumerate(names):
+        for path, pair in read[name].factors.items():
+            if number == 2:
+                continue
+            if number == 8 and path == last:
+                assert not any(stack[grown.slots[8]].any() for stack in grown.pairs[path])
+                continue
+            for stack, factor in zip(grown.pairs[path], pair, strict=True):
+                row = np.zeros(stack.shape[1:], np.float32)
+                row[: factor.shape[0]] = factor
+                assert np.array_equal(stack[grown.slots[number]], row), (number, path)
+
+
+def test_the_ledger_counts_what_was_read(folders):
+    engine, size = made(), 0
+
+    def lines():
+        return {h.name: h.num_bytes for h in engine.ledger.lines() if h.name.startswith("adapters")}
+
+    for name in "ab":
+        size = engine.load_adapter(name, folders[name]).num_bytes // 2  # of rank 4 in class 8
+    assert lines() == {"adapters": 0, "adapters_waiting": size}
+    engine.prepare_adapter("a")
+    assert lines() == {"adapters": 0, "adapters_waiting": 2 * size}
+    tokens_of(engine, "a")
+    held = engine._models.adapters._stacks[8]
+    assert lines() == {"adapters": held.num_slots * 2 * size, "adapters_waiting": size}
+    for name in "ab":
+        engine.unload_adapter(name)
+    gc.collect()
+    engine.settle()
+    engine.load_adapter("c", folders["c"])
+    engine.unload_adapter("c")
+    assert lines() == {"adapters": 0, "adapters_waiting": 0}
 
 
 def test_an_unload_within_a_load_waits_for_it(folders):
