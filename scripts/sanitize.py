@@ -1,6 +1,6 @@
 """Runs the op tests on an extension that was built with a sanitizer of clang's.
 
-    python -m scripts.sanitize {address,undefined,thread} [pytest arguments]
+    python -m scripts.sanitize [--cases sample|all] {address,undefined,thread} [pytest arguments]
 
 Needs Debian's clang-19, libclang-rt-19-dev and llvm-19, what the README installs for the tests, and
 of pyproject.toml's build requirements cmake and nanobind. The package is copied to
@@ -125,6 +125,7 @@ def environment(sanitizer: Sanitizer) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts.sanitize", description=__doc__)
     parser.add_argument("sanitizer", choices=SANITIZERS)
+    parser.add_argument("--cases", choices=("sample", "all"), default="all", help="default: all")
     parser.add_argument("pytest", nargs=argparse.REMAINDER, help=f"default: {' '.join(TESTS)}")
     args = parser.parse_args()
     if shutil.which(COMPILER) is None:
@@ -141,7 +142,7 @@ def main() -> None:
     subprocess.run([*python, "-c", check, str(stage)], cwd=stage, env=variables, check=True)
     tests = args.pytest or TESTS
     # The runtimes write to the standard error output of the process and end it.
-    options = ("-q", "-x", "--cases", "all", "--capture=sys", "-p", "no:cacheprovider")
+    options = ("-q", "-x", "--cases", args.cases, "--capture=sys", "-p", "no:cacheprovider")
     command = [*python, "-m", "pytest", *options, *tests]
     sys.exit(subprocess.run(command, cwd=stage, env=variables).returncode)
 

@@ -1,5 +1,6 @@
 """Fixtures of all tests, and which cases of the long matrices run."""
 
+import gc
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ settings.register_profile("no deadline", deadline=None)  # a busy machine is no 
 settings.load_profile("no deadline")
 
 
-MANY, OF_MANY = 8, 3
+MANY, OF_MANY = 4, 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,6 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    """Take the objects of the collected tests, about a million, out of Python's collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

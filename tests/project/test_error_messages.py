@@ -26,6 +26,13 @@ def public_names() -> set[str]:
     return {*mlx_paged.__all__, *methods, "load_prompt_cache", "mlx-lm"}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_trees() -> Iterator[None]:
+    """Half a million nodes, which would slow every later collection of Python's."""
+    yield
+    trees.cache_clear()
+
+
 @cache
 def trees() -> dict[str, ast.Module]:
     """All modules of the package, by their names."""
