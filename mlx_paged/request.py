@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mlx_paged.constraint import Constraint
 from mlx_paged.kv.pins import Pinned
@@ -88,8 +88,7 @@ class Request:
     num_overtaken: int = 0
     num_charged: int = 0  # tokens computed of it that count for its client
     num_faults: int = 0  # failed steps that computed it
-    num_drafted: int = 0  # guesses of its tokens that steps computed
-    num_accepted: int = 0  # right ones among them
+    reported: dict[str, Any] = field(default_factory=dict)  # by features: fields of its completion
     # Other samples of the same prompt; they fork when the prompt is computed.
     samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -327,9 +327,8 @@ class TickRecorder:
         stats.cow_clones = levels.cow_clones
         stats.evictions = levels.evictions
         stats.prefix_hit_tokens = levels.prefix_hit_tokens
-        stats.drafts = levels.drafts
-        stats.accepted_drafts = levels.accepted_drafts
-        stats.drafts_by_depth = levels.drafts_by_depth
+        for name, value in levels.reported.items():
+            setattr(stats, name, value)
 
     def _note_kinds(self, step: Step) -> None:
         """Note whether a step does a kind of work that no step before did."""

@@ -307,14 +307,14 @@ class Batch:
         drawing = [span for span in spans if span.samples]
         rows, lengths = self.first_rows + self._lengths - 1, self._stops
         if len(drawing) < len(spans):
-            draws = np.array([span.samples for span in spans])
+            draws = np.array([span.samples > 0 for span in spans])
             rows, lengths = rows[draws], lengths[draws]
-        if any([span.drafts for span in drawing]):  # rows for the newest token and each draft
-            counts = np.array([1 + len(span.drafts) for span in drawing], np.int32)
+        if any([span.samples > 1 for span in drawing]):  # a row for each token that is chosen
+            counts = np.array([span.samples for span in drawing], np.int32)
             later = np.repeat(np.cumsum(counts, dtype=np.int32), counts)
             later -= np.arange(1, len(later) + 1, dtype=np.int32)
             rows, lengths = np.repeat(rows, counts) - later, np.repeat(lengths, counts) - later
-            drawing = [span for span in drawing for _ in range(1 + len(span.drafts))]
+            drawing = [span for span in drawing for _ in range(span.samples)]
         self.sampled = [span.request for span in drawing]
         self.logits_of: mx.array | None = None
         if any([span.forks for span in drawing]):

@@ -229,8 +229,8 @@ class ModelRunner:
             separated = self.states.separate(step.spans)
             launched.pending += self.states.left_by(step.spans) + separated
         if logits:
-            drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
-            arguments = launched.requests, _joined(newest), np.concatenate(lengths), scores, drafts
+            guesses = {s.request.id: s.known[1 - s.samples :] for s in step.spans if s.samples > 1}
+            arguments = launched.requests, _joined(newest), np.concatenate(lengths), scores, guesses
             launched.unsampled = _joined(logits), *arguments
         return first or []
 
@@ -430,7 +430,7 @@ class ModelRunner:
             return spans, ()
         if self.batching is Batching.SINGLE:
             return (), spans
-        decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.drafts or s.stored)]
+        decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.samples > 1 or s.stored)]
         if self.states.exist and not self.states.takes_rows:
             alike = self.states.alike(span for span in decodes if len(span) == 1)
             decodes = [s for s in decodes if len(s) == 1 and s.request.id in alike]

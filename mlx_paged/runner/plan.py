@@ -17,7 +17,7 @@ from mlx_paged.scheduler.step import Span, Step
 
 DIGEST_BYTES = 16
 
-VERSION = 2
+VERSION = 3
 """Of the frames between ranks. The first frame of rank 0 names it."""
 
 
@@ -44,7 +44,7 @@ class PlanWriter:
         changes = self._table_changes(rows)
         spans = [
             (
-                (span.request.id, row, span.start, span.stop, span.samples, len(span.drafts)),
+                (span.request.id, row, span.start, span.stop, int(span.samples)),
                 (span.stored, span.reads, span.leaves),
                 span.known,
                 [fork.id for fork in span.forks],
@@ -132,19 +132,17 @@ class PlanReader:
         tokens: list[int],
         forks: list[int],
     ) -> Span:
-        request_id, row, start, stop, samples, num_drafts = numbers
+        request_id, row, start, stop, samples = numbers
         if rows.get(request_id) != row:
             self._allocator.block_tables.touch(row)  # even if it holds what the last user had
         self._allocator.rows[request_id] = row
         request, *children = (before.get(i) or _unknown(i) for i in (request_id, *forks))
         self._requests |= {each.id: each for each in (request, *children)}
         cast(_Tokens, request.tokens).tell(start, tokens)
-        drafts = tuple(tokens[len(tokens) - num_drafts :])
+        guesses = tuple(tokens[len(tokens) + 1 - samples :]) if samples > 1 else ()
         stored, reads, leaves = of_states
         states = tuple(State(*state) for state in leaves)
-        return Span(
-            request, start, stop, bool(samples), tuple(children), drafts, stored, reads, states
-        )
+        return Span(request, start, stop, samples, tuple(children), guesses, stored, reads, states)
 
 
 class _Tokens:

@@ -1,6 +1,7 @@
 """What a scheduler holds and has done, in numbers. Knows no mlx."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class Levels(NamedTuple):
@@ -14,6 +15,4 @@ class Levels(NamedTuple):
     cow_clones: int
     evictions: int
     prefix_hit_tokens: int
-    drafts: int
-    accepted_drafts: int
-    drafts_by_depth: list[list[int]]  # at each depth those computed, and those that were right
+    reported: Mapping[str, Any]  # numbers of features: fields of the engine's stats

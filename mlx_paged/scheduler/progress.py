@@ -215,8 +215,8 @@ class Progress:
             right = next((i for i, (row, draft) in pairs if row.token != draft), count)
             kept += of_request[: right + 1]
             self.correct(request, span.start + span.stored + 1 + right)
-            request.num_drafted += count
-            request.num_accepted += right
+            request.reported["drafts"] = request.reported.get("drafts", 0) + count
+            request.reported["accepted_drafts"] = request.reported.get("accepted_drafts", 0) + right
             report.verified.append((request, count, right))
         return kept
 
@@ -225,7 +225,7 @@ def _choosing(step: Step) -> Iterator[Request]:
     """The request of each token that a step chooses."""
     for span in step.spans:
         if span.samples:
-            yield from repeat(span.request, 1 + len(span.drafts))
+            yield from repeat(span.request, span.samples)
             yield from span.forks
 
 

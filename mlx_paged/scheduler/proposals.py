@@ -1,8 +1,8 @@
 """What the scheduler asks of a source of proposals, which guesses tokens before a model chooses
 them. Knows no mlx."""
 
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
@@ -25,16 +25,9 @@ class Proposals(Protocol):
         the next step is planned."""
 
     @property
-    def num_computed(self) -> int:
-        """Guesses that steps computed."""
-
-    @property
-    def num_right(self) -> int:
-        """Guesses that were right."""
-
-    @property
-    def by_depth(self) -> list[list[int]]:
-        """For each depth the guesses that steps computed, and those of them that were right."""
+    def reported(self) -> Mapping[str, Any]:
+        """What the source has done so far: values by fields of
+        :class:`mlx_paged.metrics.stats.EngineStats`."""
 
     def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
         """Add spans with guesses for some of the requests that compute one token; return the
@@ -54,8 +47,7 @@ class NoProposals:
     """A source that guesses nothing."""
 
     exist = reads_first = False
-    num_computed = num_right = 0
-    by_depth: ClassVar[list[list[int]]] = []
+    reported: ClassVar[Mapping[str, Any]] = {}
 
     def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
         return decodes

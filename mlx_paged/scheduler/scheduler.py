@@ -145,9 +145,9 @@ class Scheduler(Places):
     def commit(self, step: Step) -> None:
         """Register the blocks that the step filled, as far as their tokens are known. Their K/V is
         in the pool before any later step reads it."""
-        block_size = self.allocator.block_size
-        for span in [s for s in step.spans if s.drafts or s.stop % block_size < s.stop - s.start]:
-            request, stop = span.request, span.stop - len(span.drafts)
+        size = self.allocator.block_size
+        for span in [s for s in step.spans if s.samples > 1 or s.stop % size < s.stop - s.start]:
+            request, stop = span.request, span.own_stop
             if request.id not in self.allocator:
                 continue
             if self.prefix_cache and stop <= len(request.tokens):
@@ -163,7 +163,7 @@ class Scheduler(Places):
         report.blocks_in_use = store.blocks_in_use
 
     def settle(self, report: StepReport) -> None:
-        """Correct the progress of a step's requests by the tokens that were chosen: drafts that
+        """Correct the progress of a step's requests by the tokens that were chosen: guesses that
         were wrong leave the report. Learn from the step's time."""
         step = report.step
         self.progress.settle(report)
@@ -281,7 +281,7 @@ class Scheduler(Places):
 
     def levels(self) -> Levels:
         """What is held at present, and what has been done so far."""
-        allocator, store, proposals = self.allocator, self.allocator.store, self.proposals
+        allocator, store = self.allocator, self.allocator.store
         return Levels(
             running=len(self.running),
             waiting=len(self.waiting.ids) + len(self.tier.loading),
@@ -291,9 +291,7 @@ class Scheduler(Places):
             cow_clones=store.cow_clones,
             evictions=store.evictions,
             prefix_hit_tokens=allocator.prefix_hit_tokens,
-            drafts=proposals.num_computed,
-            accepted_drafts=proposals.num_right,
-            drafts_by_depth=proposals.by_depth,
+            reported=self.proposals.reported,
         )
 
     def ahead_of(self, keys: Sequence[int], salt: bytes) -> tuple[int, int]:

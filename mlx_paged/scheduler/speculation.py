@@ -1,7 +1,7 @@
 """Which requests get drafts, how many, and which of these are right. Knows no mlx."""
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -87,6 +87,15 @@ class Speculation:
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
+
+    @property
+    def reported(self) -> dict[str, Any]:
+        """The drafts of all requests so far."""
+        return {
+            "drafts": self.num_computed,
+            "accepted_drafts": self.num_right,
+            "drafts_by_depth": self.by_depth,
+        }
 
     def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
         """Add spans with drafts for some of the requests that compute one token; return the others.

@@ -35,12 +35,12 @@ class Span:
     request: Request
     start: int
     stop: int
-    # Whether the step samples the request's next token, because all known tokens are then computed.
-    samples: bool
+    # How many tokens of the request it chooses: none if known tokens are left to compute, else the
+    # next one, and one after each guess.
+    samples: int
     # Other samples of the same prompt; each draws its first token in this step.
     forks: tuple[Request, ...] = ()
-    # Guesses of the request's next tokens. They are the span's last tokens, and each position from
-    # the one before them on chooses a token.
+    # Guesses of the request's next tokens, which are the span's last tokens: `samples` - 1 of them.
     drafts: tuple[int, ...] = ()
     stored: int = 0  # how many of its first tokens have K/V already
     reads: int = 0  # id of the recurrent states with which it begins; 0: there are none
@@ -60,15 +60,21 @@ class Span:
     ) -> "Span":
         """A span that computes the K/V of ``[start, stop)`` and what `move` does to the states."""
         first, reads = move.reads.position, move.reads.id
-        return cls(request, first, stop, samples, forks, drafts, start - first, reads, move.leaves)
+        count = 1 + len(drafts) if samples else 0
+        return cls(request, first, stop, count, forks, drafts, start - first, reads, move.leaves)
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     @property
+    def own_stop(self) -> int:
+        """The position after the last token that is the request's own."""
+        return self.stop - max(0, self.samples - 1)
+
+    @property
     def known(self) -> list[int]:
         """Its tokens, drafts included; none if its only token is still being chosen."""
-        tokens = self.request.tokens[self.start : self.stop - len(self.drafts)]
+        tokens = self.request.tokens[self.start : self.own_stop]
         return [*tokens, *self.drafts] if self.drafts else tokens
 
     def pieces(self) -> list["Span"]:
@@ -83,7 +89,7 @@ class Span:
                     self.request,
                     start,
                     state.position,
-                    samples=self.samples and is_last,
+                    samples=self.samples if is_last else 0,
                     forks=self.forks if is_last else (),
                     stored=max(0, self.start + self.stored - start),
                     reads=reads,

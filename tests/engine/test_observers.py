@@ -61,7 +61,7 @@ def test_wrong_drafts_leave_the_report():
     run(engine, max_tokens=40)
     wrong = speculation.num_computed - speculation.num_right
     assert sum(computed) - sum(kept) == wrong > 0
-    assert engine.levels().drafts == speculation.num_computed
+    assert engine.levels().reported["drafts"] == speculation.num_computed
 
 
 def test_levels_are_those_of_the_latest_tick(engine):

@@ -113,6 +113,7 @@ def test_right_drafts_are_all_taken_and_one_token_more_comes_with_them():
     (span,) = step.spans
     assert span.drafts == (RIGHT,) * len(span.drafts) and 3 < len(span.drafts) <= MAX_DRAFTS
     assert (span.start, span.stop) == (5, 6 + len(span.drafts)) and step.work.chunk_tokens == 0
+    assert (span.samples, span.own_stop) == (1 + len(span.drafts), 6)
     assert finish(scheduler, step) == [0] * (1 + len(span.drafts))
     assert request.num_computed == len(request.tokens) - 1 == 6 + len(span.drafts)
     assert drafter.learnt == [(0, len(span.drafts), len(span.drafts))]
@@ -127,8 +128,8 @@ def test_wrong_drafts_leave_one_token_and_no_block():
     assert finish(scheduler, step) == [0]
     assert scheduler.allocator.store.blocks_in_use == in_use == 2
     assert request.num_computed == 6 and scheduler.allocator.num_tokens(0) == 6
-    assert (request.num_accepted, scheduler.proposals.num_right) == (0, 0)
-    assert request.num_drafted == scheduler.proposals.num_computed > 3
+    assert (request.reported["accepted_drafts"], scheduler.proposals.num_right) == (0, 0)
+    assert request.reported["drafts"] == scheduler.proposals.num_computed > 3
 
 
 def test_what_wrong_drafts_wrote_is_no_known_prefix():
@@ -200,7 +201,7 @@ def test_drafts_take_no_block_that_a_decode_needs():
     requests = started(scheduler, 4, 4, max_tokens=5)
     step = scheduler.schedule()
     assert scheduler.num_preemptions == 0 and len(step.spans) == 2
-    assert [span.stop - len(span.drafts) for span in step.spans] == [5, 5]
+    assert [span.own_stop for span in step.spans] == [5, 5]
     finish(scheduler, step)
     assert all(request.num_computed == len(request.tokens) - 1 for request in requests)
 
