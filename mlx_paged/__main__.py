@@ -19,7 +19,7 @@ MODULES = {"chat": "mlx_paged.terminal", "head": "mlx_paged.heads"}
 
 BENCHES = (
     *("serving", "stalls", "memory", "admission", "agent_trace"),
-    *("paged_attention", "shared_prefixes", "retention", "host_cost", "adapters"),
+    *("paged_attention", "shared_prefixes", "retention", "fairness", "host_cost", "adapters"),
 )
 
 

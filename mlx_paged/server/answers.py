@@ -201,7 +201,8 @@ class Answer(Reply):
         samples, num_prompts = fields["best_of"], len(fields.get("prompt", [0]))
         count = num_prompts * samples
         places = min(count, max(samples, self.state.args.decode_concurrency))  # at a time
-        async with self.state.models.use(self.path, places) as model, AsyncExitStack() as stack:
+        models, client = self.state.models, next(iter(fields["share"]), "")
+        async with models.use(self.path, places, client) as model, AsyncExitStack() as stack:
             self.ignore(thinking.template_args(model, fields)[1])
             self.ignore(prompts.without_effect(model, fields))
             with self.refusing():

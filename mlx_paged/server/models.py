@@ -4,12 +4,14 @@ import argparse
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from mlx_paged.kv.memory import spare_memory
 from mlx_paged.launched import rank
+from mlx_paged.options import Policy
 from mlx_paged.protocol.model_paths import directory_of
 from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.runner.positions import positions
@@ -19,6 +21,10 @@ from mlx_paged.server.model_names import ModelNames
 from mlx_paged.server.served_adapters import ServedAdapters
 
 LOGGER = logging.getLogger(__name__)
+
+NEWCOMERS = 8
+"""One place more for each so many places, and at least one: for clients that have no completion
+under way."""
 
 
 class Models:
@@ -41,6 +47,7 @@ class Models:
         self._turn = asyncio.Lock()  # held while a model is loaded or unloaded
         self._leaving: Model | None = None  # takes no more requests
         self._places = args.decode_concurrency + args.max_queue
+        self._under_way = Counter[tuple[str, str]]()  # completions by path and client
 
     @property
     def is_healthy(self) -> bool:
@@ -85,20 +92,29 @@ class Models:
         return most or positions(model_files.configuration(Path(path)))
 
     @asynccontextmanager
-    async def use(self, path: str, count: int) -> AsyncIterator[Model]:
-        """The model at `path`, loaded and with `count` places for completions, or a Refusal."""
+    async def use(self, path: str, count: int, client: str = "") -> AsyncIterator[Model]:
+        """The model at `path`, loaded and with `count` places for completions, or a Refusal. Where
+        clients take turns, one that has no completion under way finds places that all the others
+        together cannot take."""
         model = self.loaded.get(path)
         if model is None or model is self._leaving:
             async with self._turn:
                 model = self.loaded.get(path) or await self._load(path)
-        if model.taken and model.taken + count > self._places:
+        room, of_client = self._places, (path, client)
+        if not self._under_way[of_client] and self.args.policy == Policy.FAIR:
+            room += max(1, room // NEWCOMERS)
+        if model.taken and model.taken + count > room:
             message = f"{model.taken} completions are under way or waiting: try again later"
             raise Refusal(503, message, "overloaded")
         model.take(count)
+        self._under_way[of_client] += count
         try:
             yield model
         finally:
             model.take(-count)
+            self._under_way[of_client] -= count
+            if not self._under_way[of_client]:
+                del self._under_way[of_client]
 
     async def unload_idle(self) -> None:
         """Unload each model that has had no request for `idle_seconds`. Runs until cancelled."""

@@ -5,7 +5,7 @@ import pytest
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.state_kind import EMPTY, Move
-from mlx_paged.kv.states import StateIds
+from mlx_paged.kv.states import SequenceStates, StateIds
 
 BLOCK = 4
 
@@ -119,3 +119,22 @@ def test_a_model_without_recurrent_layers_has_no_ids():
     assert allocator.state(1) == EMPTY and allocator.begins_at(1, 9) == 9
     allocator.free(1)
     assert allocator.take_released() == []
+
+
+def test_a_state_is_at_rest_when_only_a_snapshot_holds_it():
+    """A sequence and its fork are at the same state when one of them ends."""
+    ids = StateIds(3, 100, 30, layout="fewer bytes")
+    parent = SequenceStates()
+    ids.advance(parent, 0, 5)
+    state = parent.newest.id
+    fork = ids.fork(parent)
+    ids.leave(fork, lambda snapshot: ids.snapshots.add(0, 1, snapshot))
+    ids.end(fork)
+    assert -state not in ids.released and state in ids.snapshots.state_ids()
+    assert [line.num_bytes for line in ids.holdings()] == [0, 100]
+    ids.end(parent)
+    assert ids.released[-1] == -state
+    assert [line.num_bytes for line in ids.holdings()] == [30, 0]
+    ids.snapshots.clear()
+    assert ids.released[-1] == state and not ids._at_rest
+    assert [line.num_bytes for line in ids.holdings()] == [0, 0]

@@ -42,7 +42,7 @@ COMMANDS = {
         for name in ("generate", "server", "doctor", "run", "kv_disk", "heads", "terminal")
     ),
     *("bench.admission", "bench.host_cost", "bench.memory", "bench.paged_attention"),
-    *("bench.adapters", "bench.agent_trace", "bench.retention"),
+    *("bench.adapters", "bench.agent_trace", "bench.retention", "bench.fairness"),
     *("bench.serving", "bench.shared_prefixes", "bench.stalls", "mlx_lm.generate", "mlx_lm.server"),
 }
 FLAGS_OF_OTHERS = {
