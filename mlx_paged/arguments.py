@@ -1,6 +1,7 @@
 """Checks of arguments that callers give, and of installed versions. Knows no mlx."""
 
 import logging
+import math
 import os
 import re
 import sys
@@ -212,6 +213,14 @@ def is_whole(value: object, minimum: int = 0) -> bool:
 def is_real(value: object) -> TypeGuard[float]:
     """Whether `value` is a number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number that a float can be, and neither NaN nor infinity."""
+    try:
+        return is_real(value) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _integers(minimum: int | None, maximum: int | None) -> str:

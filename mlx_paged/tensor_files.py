@@ -9,6 +9,7 @@ from typing import Any
 
 MAX_HEADER = 1 << 27
 """Bytes of a header at most."""
+MOST_DIMENSIONS = 64
 BITS = {
     **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8},
     **{"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8},
@@ -53,6 +54,8 @@ def header(file: Path, most: int = MAX_HEADER) -> tuple[dict[str, Stored], dict[
         raise ValueError(f"{file.name} has {size} bytes: expected {expected}")
     for name, tensor in tensors.items():
         begin, end = places[name]
+        if len(tensor.shape) > MOST_DIMENSIONS or max(tensor.shape, default=0) >= 1 << 63:
+            raise ValueError(f"{file.name}: {name} is no tensor")
         bits = BITS.get(tensor.dtype, 0) * prod(tensor.shape)
         if begin < 0 or end < begin or min(tensor.shape, default=0) < 0:
             raise ValueError(f"{file.name}: {name} is no tensor")

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_paged.adapters.places import Pair, Place
 from mlx_paged.adapters.tensor_file import load_tensors
-from mlx_paged.arguments import is_count, is_real, shown
+from mlx_paged.arguments import is_count, is_finite, shown
 
 CONFIG = "adapter_config.json"
 MLX_TENSORS, PEFT_TENSORS = "adapters.safetensors", "adapter_model.safetensors"
@@ -124,7 +124,7 @@ def _shapes_of(place: Place, a: mx.array, b: mx.array) -> str:
 
 def _number(config: Mapping[str, Any], name: str, where: str) -> float:
     value = config.get(name)
-    if not (is_real(value) and math.isfinite(value)):
+    if not is_finite(value):
         raise ValueError(f"{where} has {name} {shown(value)}: expected a finite number")
     return float(value)
 
@@ -195,8 +195,7 @@ def _patterns(config: Mapping[str, Any], of: str) -> list[_Pattern]:
     if not isinstance(given, dict):
         _refuse(name, given, "an object of numbers")
     for pattern, value in given.items():
-        is_right = is_real(value) and math.isfinite(value)
-        if not is_right or not re.fullmatch(r"\^?[\w.]{1,400}", pattern):
+        if not is_finite(value) or not re.fullmatch(r"\^?[\w.]{1,400}", pattern):
             _refuse(name, {pattern: value}, "paths of layers and their numbers")
     return [_Pattern(pattern.removeprefix("^"), value) for pattern, value in given.items()]
 

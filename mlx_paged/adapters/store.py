@@ -18,7 +18,7 @@ from mlx_paged.adapters.formats import Factors, factors_of, read_adapter
 from mlx_paged.adapters.layers import AdaptedLayers, Group, LowRankTerms
 from mlx_paged.adapters.places import Place
 from mlx_paged.adapters.stacks import RankStacks
-from mlx_paged.arguments import is_real, memory, one_line, shown
+from mlx_paged.arguments import is_finite, memory, one_line, shown
 from mlx_paged.holdings import Holding
 from mlx_paged.ops import as_numpy
 from mlx_paged.options import PoolConfig
@@ -186,7 +186,7 @@ class AdapterStore:
     def load_arrays(self, name: str, arrays: Mapping[str, mx.array], scale: float) -> Adapter:
         """The same of arrays by the names that mlx-lm gives them. Raises ValueError as
         :func:`factors_of`."""
-        if not (is_real(scale) and np.isfinite(scale)):
+        if not is_finite(scale):
             raise ValueError(f"scale is {shown(scale)}: expected a finite number")
         factors = factors_of(arrays, self.layers.places, lambda *_: float(scale))
         return self._add(name, factors, content_key(factors), None, float(scale))

@@ -31,6 +31,9 @@ def load_tensors(path: Path) -> dict[str, mx.array]:
                 f"{path.name} has {name:.200} of type {tensor.dtype!r:.40} and "
                 f"{len(tensor.shape)} dimensions: {expected}"
             )
-    loaded = mx.load(str(path), format="safetensors")
+    try:
+        loaded = mx.load(str(path), format="safetensors")
+    except RuntimeError as error:  # of what JSON allows, and MLX's reader does not
+        raise ValueError(f"{path.name} cannot be read by MLX: {expected}") from error
     assert isinstance(loaded, dict) and loaded.keys() == tensors.keys()
     return loaded

@@ -83,9 +83,9 @@ class ServedAdapters:
         again = body.get("load_inplace", False)
         if not isinstance(again, bool):
             raise ValueError("load_inplace: expected true or false")
-        if name in served or ":" in name or not name.isprintable():
+        if name in (DEFAULT, *served) or ":" in name or not name.isprintable():
             raise ValueError("lora_name: expected a name without ':' that no model has")
-        folder = self._folder(path)
+        folder = self._folder(path, "lora_path")
         with self._changing:
             if name in self._args.adapters and not again:
                 expected = "expected load_inplace or another name"
@@ -98,7 +98,7 @@ class ServedAdapters:
         name = _text(body, "lora_name")
         with self._changing:
             if name not in self._args.adapters:
-                raise _not_served(name)
+                raise _not_served(name, "lora_name")
             service.call(lambda engine: engine.unload_adapter(name))
             del self._args.adapters[name]
         return name
@@ -114,11 +114,11 @@ class ServedAdapters:
         assert self._root is not None
         return folder.relative_to(self._root).as_posix()
 
-    def _folder(self, given: str) -> Path:
-        """The real folder of an adapter under ``--adapters-dir``. Its files are there, too. The
-        message of a Refusal does not tell what else is on the disk."""
+    def _folder(self, given: str, field: str = "adapters") -> Path:
+        """The real folder of an adapter under ``--adapters-dir``, which a field of a request gives.
+        Its files are there, too. No message of a Refusal tells what else is on the disk."""
         if self._root is None:
-            raise _not_served(given)
+            raise _not_served(given, field)
         try:
             folder = (self._root / given).resolve()
             names = CONFIG, MLX_TENSORS, PEFT_TENSORS
@@ -127,16 +127,20 @@ class ServedAdapters:
             is_within = all(place.is_relative_to(self._root) for place in places)
             are_files = len(files) > 1 and all(file.is_file() for file in files)
         except (OSError, ValueError, RuntimeError):  # a null character, a loop of links
-            raise _not_served(given) from None
+            raise _not_served(given, field) from None
         if folder == self._root or not (is_within and are_files):
-            raise _not_served(given)
+            raise _not_served(given, field)
         return folder
 
 
-def _not_served(name: str) -> Refusal:
-    expected = "expected a name of /v1/models, or a folder under --adapters-dir"
-    message = f"adapter {name!r:.200} is not served here: {expected}"
-    return Refusal(404, message, "model_not_found", "adapters")
+def _not_served(name: str, field: str) -> Refusal:
+    expected = {
+        "lora_name": "a name of /v1/models that an adapter has",
+        "lora_path": "a folder of an adapter under --adapters-dir",
+        "adapters": "a name of /v1/models, or a folder under --adapters-dir",
+    }
+    message = f"{field}: adapter {name!r:.200} is not served here: expected {expected[field]}"
+    return Refusal(404, message, "model_not_found", field)
 
 
 def _text(body: Any, key: str) -> str:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import Engine
+from mlx_paged import Engine, tensor_files
 from mlx_paged.adapters.formats import read_adapter
 from mlx_paged.adapters.places import places_of
 from tests.support.models.adapters import greedy, parameters, random_arrays, write_adapter
@@ -87,6 +87,21 @@ PEFT_REFUSALS = {
 }
 
 
+LARGE = {
+    "lora_alpha": 10**400,
+    "alpha_pattern": {"q_proj": 10**400},
+    "rank_pattern": {"q_proj": -(10**400)},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_numbers_of_peft_that_no_float_can_be_are_refused(base, tmp_path, name):
+    tensors = peft_of(random_arrays(build("llama"), 1))
+    folder = write_peft(tmp_path / "p", tensors, **{name: LARGE[name]})
+    with pytest.raises(ValueError, match=f"has {name}"):
+        read_adapter(folder, places_of(base))
+
+
 @pytest.mark.parametrize("name", PEFT_REFUSALS)
 def test_fields_of_peft_that_cannot_be_followed_are_refused(base, tmp_path, name):
     tensors = peft_of(random_arrays(build("llama"), 1))
@@ -104,6 +119,7 @@ MLX_REFUSALS = {
     "has scale": {"lora_parameters": {"rank": 4}},
     "has scale nan": {"lora_parameters": parameters(scale=float("nan"))},
     "has scale inf": {"lora_parameters": parameters(scale=float("inf"))},
+    "has scale 1000": {"lora_parameters": parameters(scale=10**400)},
     "NaN or infinity": {"lora_parameters": parameters(scale=1e300)},
     "has rank -4": {"lora_parameters": parameters(rank=-4)},
     "has rank 4.0": {"lora_parameters": parameters(rank=4.0)},
@@ -179,6 +195,9 @@ HEADERS = {
         "backwards": header(data_offsets=[512, 0]),
         "one place": header(data_offsets=[0]),
         "unknown type": header(dtype=["F32"]),
+        "metadata that are no object": b'{"__metadata__": 5, ' + header()[1:],
+        "half a character": header().replace(b"lora_a", b"\\ud800"),
+        "a dimension that MLX does not count": header(shape=[0, 2**40], data_offsets=[0, 0]),
     }.items()
 }
 
@@ -189,6 +208,17 @@ def test_files_with_wrong_headers_are_refused(base, tmp_path, name):
     (folder / "adapters.safetensors").write_bytes(HEADERS[name])
     with pytest.raises(ValueError, match="expected a safetensors file"):
         read_adapter(folder, places_of(base))
+
+
+def test_a_product_of_long_numbers_is_not_computed(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "prod", lambda _: pytest.fail("it takes minutes"))
+    folder = write_adapter(tmp_path / "m", random_arrays(build("llama"), 1))
+    for shape in ([10**4000] * 50, [2**63], [1] * 65):
+        text = header(shape=shape)
+        content = struct.pack("<Q", len(text)) + text + bytes(512)
+        (folder / "adapters.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match="is no tensor: expected a safetensors file"):
+            read_adapter(folder, places_of(base))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"a": NaN}', " " * 2**21])

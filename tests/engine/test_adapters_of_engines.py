@@ -347,6 +347,8 @@ def test_updates_change_new_requests(folders):
         engine.update_adapter("p", arrays | {"x.lora_a": mx.zeros((2, 2))})
     with pytest.raises(ValueError, match="scale is nan"):
         engine.update_adapter("p", arrays, scale=float("nan"))
+    with pytest.raises(ValueError, match="scale is 1000"):
+        engine.update_adapter("p", arrays, scale=10**400)
 
 
 @pytest.mark.sampled(40)

@@ -104,8 +104,20 @@ def test_adapters_are_loaded_and_unloaded(server, root):
     assert ask(server, model="own")[0] == 404
     for wrong in ({}, [], {"lora_name": 1}, {"lora_name": "base", "lora_path": "one"}):
         assert post(server, wrong, load, KEY)[0] == 400
-    for name in ("a:b", "a\n", "n" * 201):
+    for name in ("a:b", "a\n", "n" * 201, "default_model"):
         assert post(server, {"lora_name": name, "lora_path": "one"}, load, KEY)[0] == 400
+
+
+def test_a_refusal_names_the_field(server):
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    wrong = {
+        "lora_path": post(server, {"lora_name": "own", "lora_path": "no"}, load, KEY),
+        "lora_name": post(server, {"lora_name": "own"}, unload, KEY),
+        "adapters": post(server, {"prompt": CODE, "adapters": "no"}, headers=KEY),
+    }
+    for field, (status, _, content) in wrong.items():
+        assert status == 404 and content["error"]["param"] == field
+        assert content["error"]["message"].startswith(f"{field}: adapter")
 
 
 def test_a_broken_adapter_ends_no_other_request(server, root):
