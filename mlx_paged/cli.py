@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from mlx_paged.arguments import UntestedVersionError, did_you_mean, require_versions
 from mlx_paged.model_folders import check_model
 from mlx_paged.option_kinds import (
+    SAME,
     Bytes,
     Choice,
     Kind,
@@ -19,9 +20,10 @@ from mlx_paged.option_kinds import (
     NamedPaths,
     OneOf,
     OnOff,
+    PathOrAuto,
     read_number,
 )
-from mlx_paged.options import DEFAULTS, MEMORY_FLAGS, OPTIONS, SAME, STEP_FLAGS
+from mlx_paged.options import DEFAULTS, MEMORY_FLAGS, OPTIONS, STEP_FLAGS
 
 KV_BLOCK_SIZES = (8, 16, 32)
 QUANTIZATION = {"--kv-group-size": 64, "--quantized-kv-start": 5000}
@@ -244,39 +246,33 @@ def demo_model_path() -> Path:
 def check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError if flags of models and of the engine exclude each other, or if a model, an
     adapter or a directory that they name cannot be right."""
-    guessers = ("speculate", "draft_model", "draft_head")
-    given = [f"--{name.replace('_', '-')}" for name in guessers if getattr(args, name) is not None]
-    if len(given) > 1 and given != ["--speculate", "--draft-head"]:
-        raise ValueError(f"{given[0]} is given beside {given[1]}: expected one of them")
-    if args.num_draft_tokens != DEFAULTS["num_draft_tokens"] and given in ([], ["--speculate"]):
-        raise ValueError(
-            "--num-draft-tokens is given: expected --draft-model or --draft-head beside it"
-        )
-    if args.draft_head is not None and str(args.draft_head) == "auto":
-        if args.model is None:
-            raise ValueError("--draft-head is auto: expected --model, whose folder has the head")
-    elif args.draft_head is not None and not Path(args.draft_head).exists():
-        raise ValueError(f"--draft-head {args.draft_head}: no such file or directory")
     for name in STEP_FLAGS:
         _check_flag(args, name)
     check_model(args.model or str(demo_model_path()), args.adapter_path)
-    if args.draft_model is not None:
-        try:
-            check_model(args.draft_model)
-        except ValueError as error:
-            raise ValueError(f"--draft-model: {error}") from None
+    for name, option in OPTIONS.items():
+        if option.flag is not None and option.flag.is_model and getattr(args, name) is not None:
+            try:
+                check_model(getattr(args, name))
+            except ValueError as error:
+                raise ValueError(f"{option.flag.names}: {error}") from None
 
 
 def _check_flag(args: argparse.Namespace, name: str) -> None:
-    """Raise ValueError if the flag of an option lacks the flag that it belongs to, or if what the
-    flag names cannot be right."""
+    """Raise ValueError if the flag of an option lacks the flag that it belongs to, stands beside
+    one that it excludes, or names what cannot be right."""
     option, value = OPTIONS[name], getattr(args, name)
-    flag = option.flag
+    flag, kind = option.flag, option.kind
     assert flag is not None, name
-    is_given = value is not None and value != flag.default
-    if flag.beside and is_given and getattr(args, flag.beside) is None:
-        raise ValueError(f"{flag.names} is given: expected {_names(flag.beside)} beside it")
-    problem = option.kind.problem(value)
+    if value is not None and value != (DEFAULTS[name] if flag.default is SAME else flag.default):
+        others = [_names(each) for each in flag.not_beside if getattr(args, each) is not None]
+        if others:
+            raise ValueError(f"{others[0]} is given beside {flag.names}: expected one of them")
+        if flag.beside and all(getattr(args, each) is None for each in flag.beside):
+            needed = " or ".join(map(_names, flag.beside))
+            raise ValueError(f"{flag.names} is given: expected {needed} beside it")
+    if isinstance(kind, PathOrAuto) and kind.is_auto(value) and args.model is None:
+        raise ValueError(f"{flag.names} is auto: expected --model, whose folder has {kind.what}")
+    problem = kind.problem(value)
     if problem is not None:
         raise ValueError(f"{flag.names} {value}: {problem}")
 

@@ -14,34 +14,41 @@ from mlx_lm.utils import hf_repo_to_path, load_config
 from mlx_paged.cli import demo_model_path, flag_of
 from mlx_paged.launched import rank
 from mlx_paged.model_folders import check_model
+from mlx_paged.option_kinds import Option, PathOrAuto
 from mlx_paged.options import DEFAULTS, OF_ONE_MODEL, OPTIONS
 from mlx_paged.runner.positions import positions
 from mlx_paged.vision.host import load_seeing
 
 
-def _draft_model(path: str) -> nn.Module:
-    try:
-        return load_model(path)[0]
-    except ValueError as error:
-        raise ValueError(f"--draft-model: {error}") from error
+def _loaded(option: Option, value: Any, model: str | None) -> Any:
+    """The value of an option whose flag has `value` beside ``--model``: a model that the flag names
+    is loaded, and "auto" is the model's folder."""
+    flag, kind = option.flag, option.kind
+    if flag is not None and flag.is_model:
+        try:
+            return load_model(value)[0]
+        except ValueError as error:
+            raise ValueError(f"{flag.names}: {error}") from error
+    if isinstance(kind, PathOrAuto) and kind.is_auto(value):
+        folder = Path(str(model))
+        return folder if folder.is_dir() else Path(hf_repo_to_path(str(model)))
+    return value
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of :class:`Engine` that the flags of a command give, by name, after
-    ``cli.check_flags`` has checked the flags. Loads the draft model.
+    ``cli.check_flags`` has checked the flags. Loads the models that the flags name.
 
     Raises:
-        ValueError: a draft model that cannot be loaded.
+        ValueError: a model that cannot be loaded.
     """
     options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
     for name, default in DEFAULTS.items():  # of flags that were not given
         if default is not None and options.get(name, default) is None:
             del options[name]
-    if args.draft_model is not None:
-        options["draft_model"] = _draft_model(args.draft_model)
-    if str(args.draft_head) == "auto":
-        folder = Path(args.model)
-        options["draft_head"] = folder if folder.is_dir() else Path(hf_repo_to_path(args.model))
+    for name, value in options.items():
+        if value is not None:
+            options[name] = _loaded(OPTIONS[name], value, args.model)
     model_files = [args.model or demo_model_path(), args.adapter_path]
     options["model_files"] = [path for path in model_files if path is not None]
     return options

@@ -213,6 +213,22 @@ class Directory(Path):
 
 
 @dataclass(frozen=True)
+class PathOrAuto(Path):
+    """A path, or None. The text of a flag may be "auto": the folder of the command's model, which
+    has `what`."""
+
+    what: str
+
+    def is_auto(self, value: Any) -> bool:
+        """Whether the value of a flag is "auto"."""
+        return str(value) == "auto"
+
+    def problem(self, value: Any) -> str | None:
+        is_there = value is None or self.is_auto(value) or files.Path(value).exists()
+        return None if is_there else "no such file or directory"
+
+
+@dataclass(frozen=True)
 class NamedPaths(Kind):
     """Paths by names that are not empty, or None."""
 
@@ -241,3 +257,47 @@ class Paths(Kind):
         require(are_paths, op, name, value, "a sequence of paths")
         paths: Sequence[str | PathLike[str]] = value
         return paths
+
+
+SAME = object()
+"""In place of the default of a flag: the option's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionFlag:
+    """The flag of an option, in the commands that have this option.
+
+    Attributes:
+        names: the flag and its other names. A flag that begins with ``--no-`` turns the option off.
+        help: what the command's help says. The command adds the default, if the option has one and
+            `help` does not say "(default".
+        metavar: stands for the value in the help; "" for a flag without a value, or with choices.
+        default: of the flag, if it is another one than the option's.
+        beside: names of options: without the flag of one of them this flag has no meaning. Empty:
+            it needs none.
+        not_beside: names of options beside whose flags this flag is a mistake.
+        is_model: the flag names a model, which the command loads.
+    """
+
+    names: str
+    help: str
+    metavar: str = ""
+    default: Any = SAME
+    beside: tuple[str, ...] = ()
+    not_beside: tuple[str, ...] = ()
+    is_model: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What the table says of an option, beside its type and its default.
+
+    Attributes:
+        kind: checks the option's value, and reads the text of its flag.
+        text: what the documents say of the option.
+        flag: of the commands; None: no command has one.
+    """
+
+    kind: Kind
+    text: str
+    flag: OptionFlag | None = None

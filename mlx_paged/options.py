@@ -20,8 +20,11 @@ from mlx_paged.option_kinds import (
     Name,
     NamedPaths,
     OnOff,
+    Option,
+    OptionFlag,
     Part,
     Path,
+    PathOrAuto,
     Paths,
     SomeBytes,
     Whole,
@@ -102,45 +105,6 @@ class EightBits(Kind):
         if text != "8":
             raise ValueError(f"expected 8, got {text!r}")
         return 8
-
-
-SAME = object()
-"""In place of the default of a flag: the option's default."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptionFlag:
-    """The flag of an option, in the commands that have this option.
-
-    Attributes:
-        names: the flag and its other names. A flag that begins with ``--no-`` turns the option off.
-        help: what the command's help says. The command adds the default, if the option has one and
-            `help` does not say "(default".
-        metavar: stands for the value in the help; "" for a flag without a value, or with choices.
-        default: of the flag, if it is another one than the option's.
-        beside: name of the option without whose flag this flag has no meaning; "": none.
-    """
-
-    names: str
-    help: str
-    metavar: str = ""
-    default: Any = SAME
-    beside: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """What the table says of an option, beside its type and its default.
-
-    Attributes:
-        kind: checks the option's value, and reads the text of its flag.
-        text: what the documents say of the option.
-        flag: of the commands; None: no command has one.
-    """
-
-    kind: Kind
-    text: str
-    flag: OptionFlag | None = None
 
 
 def option(default: _T, kind: Kind, text: str, flag: OptionFlag | None = None) -> _T:
@@ -399,11 +363,17 @@ class EngineConfig(PoolConfig):
         Kind(),
         "a smaller mlx-lm model with the same vocabulary, which guesses tokens instead. Its pool is"
         " a part of `kv_memory`, or has as many blocks as `num_blocks` says.",
-        OptionFlag("--draft-model", "speculative decoding with this smaller model", "PATH"),
+        OptionFlag(
+            "--draft-model",
+            "speculative decoding with this smaller model",
+            "PATH",
+            not_beside=("speculate",),
+            is_model=True,
+        ),
     )
     draft_head: str | PathLike[str] | None = option(
         None,
-        Path(),
+        PathOrAuto("the head"),
         "a head of this model, which guesses instead or, with `speculate`, wherever its guesses"
         " promise more: a folder with an EAGLE-3 head, a file of `mlx_paged head extract`, or a"
         " checkpoint with an MTP head (docs/speculation.md).",
@@ -411,13 +381,19 @@ class EngineConfig(PoolConfig):
             "--draft-head",
             "speculative decoding with this head of the model; auto: the one in the model's folder",
             "FILE|CHECKPOINT|auto",
+            not_beside=("draft_model",),
         ),
     )
     num_draft_tokens: int = option(
         3,
         Whole(1, MAX_DRAFTS),
         "the largest number of tokens that a draft model or head guesses for a request in a step.",
-        OptionFlag("--num-draft-tokens", "draft tokens of a request per step", "N"),
+        OptionFlag(
+            "--num-draft-tokens",
+            "draft tokens of a request per step",
+            "N",
+            beside=("draft_model", "draft_head"),
+        ),
     )
     profile: bool = option(
         False,
@@ -451,7 +427,7 @@ class EngineConfig(PoolConfig):
             "maximum size of that directory (default: 20 GB)",
             "GB",
             default=None,
-            beside="kv_disk",
+            beside=("kv_disk",),
         ),
     )
     model_files: Sequence[str | PathLike[str]] = option(

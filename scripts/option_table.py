@@ -11,7 +11,8 @@ from inspect import signature
 from pathlib import Path
 
 from mlx_paged import Engine
-from mlx_paged.options import DEFAULTS, OPTIONS, OptionFlag
+from mlx_paged.option_kinds import OptionFlag
+from mlx_paged.options import DEFAULTS, OPTIONS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "engine.md"

@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "vision": {"arguments", "holdings", "chat", "cli", "prompt", "runner", "ops"},
     "chat": set[str](),
     "launched": set[str](),
-    "loading": {"cli", "launched", "model_folders", "options", "vision", "runner"},
+    "loading": {"option_kinds", "cli", "launched", "model_folders", "options", "vision", "runner"},
     "model_folders": set[str](),
     "cli": {"arguments", "model_folders", "option_kinds", "options"},
     "config_file": {"arguments", "cli"},
