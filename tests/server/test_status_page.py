@@ -1,6 +1,10 @@
 """The status page: latencies of the last minutes, ended requests, errors, names of models."""
 
 import json
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_paged.server.metrics import SECONDS
 from mlx_paged.server.recent import WINDOW_S, Recent
+from tests.support import TIMEOUT
+from tests.support.commands import server_harness
 from tests.support.commands.server_harness import exchange, live, post
 
 
@@ -103,3 +109,34 @@ def test_the_status_says_what_the_metrics_say():
     for name in ("time_to_first_token", "inter_token_latency"):
         assert f'vllm:{name}_seconds_count{{model_name="mine"}}' in metrics
         assert 0 < model[name]["p50"] <= model[name]["p99"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script")
+def test_the_page_shows_chains_and_their_pins():
+    text = "def one_secret_name(argument):\n    return argument + 12345\n" * 2
+    script = Path(server_harness.__file__).with_name("status_page.js")
+    page = str(files("mlx_paged") / "server" / "status.html")
+    with live("--kv-block-size", "4", "--api-key", "ann=k", "--admin-key", "boss") as server:
+        for salt, retain in (("", 3600), ("a", "pin"), ("b", None)):
+            ask = {"prompt": text, "max_tokens": 1, "cache_salt": salt}
+            ask |= {"cache": {"retain": retain}} if retain else {}
+            assert post(server, ask, headers={"x-api-key": "k"})[0] == 200
+        found = {}
+        for key in ("k", "boss"):
+            url = f"http://127.0.0.1:{server.address[1]}/"
+            run = subprocess.run(
+                ["node", str(script), page, url, key],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
+            found[key] = json.loads(run.stdout)
+    assert not any(texts["note"] for texts in found.values()), "the script failed"
+    assert "secret" not in str(found) and "all of these" in found["k"]["memory"]
+    assert (
+        "without a salt: 1, " in found["k"]["known"] and "pinned for 60 min" in found["k"]["known"]
+    )
+    of_all = found["boss"]["known"]
+    assert "of all salts: 3, " in of_all and of_all.count("|none") == 1
+    assert of_all.count("|-|pinned for 60 min, ") == of_all.count("|-|pinned, ") == 1
