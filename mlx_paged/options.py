@@ -465,6 +465,9 @@ STEP_FLAGS = (
 )
 """The other options that all commands with an engine have flags for, in the order of their help."""
 
+OF_ONE_PROCESS = ("kv_disk", "adapters", "draft_head")
+"""Options that are None where several processes compute a model."""
+
 OF_ONE_MODEL = (
     *("adapters", "draft_model", "draft_head", "num_draft_tokens", "kv_disk", "kv_disk_gb"),
     "snapshot_bits",

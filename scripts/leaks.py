@@ -74,6 +74,7 @@ FEATURES = {
     "ranks": Feature(
         ("runner/ranks.py", "runner/links.py", "runner/plan.py"),
         ("ranks", "rank_*", "*_rank", "*_ranks", "LeadingRunner", "LostRank", "begins_each"),
+        at_home=("launched.py",),
     ),
     "beams": Feature(("engine/beams.py",), ("*beam*", "synchronous")),
     "profiling": Feature(("runner/profiling.py",), ("*profiling*", "*phase*")),

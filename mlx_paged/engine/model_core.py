@@ -15,6 +15,7 @@ from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.request import FinishReason
 from mlx_paged.runner.pooled_model import PooledModel
+from mlx_paged.runner.processes import Processes
 
 
 class ModelCore(EngineCore):
@@ -31,6 +32,11 @@ class ModelCore(EngineCore):
     def manager(self) -> PooledModel:
         """The model's pool of K/V blocks and their allocator."""
         return self._models.pooled
+
+    @property
+    def processes(self) -> Processes:
+        """The processes that compute the model."""
+        return self._models.processes
 
     @property
     def memory_budget(self) -> MemoryBudget:

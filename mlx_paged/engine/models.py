@@ -1,6 +1,6 @@
 """The parts of an engine of a model: the model on its pool, what drafts for it, the scheduler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -30,12 +30,12 @@ from mlx_paged.runner.model_probe import require_model
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.pooled_drafter import PooledDrafter
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
+from mlx_paged.runner.processes import Processes, processes_of
 from mlx_paged.runner.profiling import ProfilingRunner
-from mlx_paged.runner.ranks import LeadingRunner, Ranks
 from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.scheduler import PredictSeconds, Scheduler
 from mlx_paged.scheduler.speculation import Drafter, Speculation
-from mlx_paged.scheduler.step import Observers
+from mlx_paged.scheduler.step import Observers, Runner
 from mlx_paged.scheduler.tier import Tier
 
 DRAFTERS = {"ngram": NgramDrafter}
@@ -48,8 +48,10 @@ WATERMARK = 0.01
 class EngineModels:
     """What computes an engine's steps, what guesses their tokens, and the adapters of requests."""
 
+    processes: Processes
     pooled: PooledModel
-    runner: ModelRunner | LeadingRunner
+    runner: Runner[LaunchedStep]
+    reports: Mapping[str, Any]  # of what computes, in the statistics, by the field's name
     drafters: list[Drafter]
     adapters: AdapterStore | None
 
@@ -61,11 +63,8 @@ class EngineModels:
         """Put the models on their pools. All weights are in memory before the pools are measured.
         The draft model's pool comes second, because it has as many slots as the model's. With
         `phases` each phase of a step is timed."""
-        ranks = Ranks.of(model)
-        if ranks is not None:
-            for name in ("kv_disk", "adapters", "draft_head"):
-                is_given = getattr(config, name) is not None
-                require(not is_given, "Engine", name, getattr(config, name), "None on ranks")
+        processes = processes_of(model)
+        processes.check(config)
         adapters = AdapterStore.of(model, config)
         if config.draft_model is not None:
             require_model("Engine", "draft_model", config.draft_model)
@@ -83,12 +82,7 @@ class EngineModels:
         make_runner = ModelRunner if phases is None else partial(ProfilingRunner, phases)
         if head is not None:
             make_runner = partial(make_runner, reads_states=head.head.states)
-        runner: ModelRunner | LeadingRunner
-        if ranks is None:
-            pooled = PooledModel(measured, make_runner)
-            runner = pooled.runner
-        else:
-            pooled, runner = ranks.pooled(measured, make_runner)
+        pooled, runner, reports = processes.pooled(measured, make_runner)
         drafters = list[Drafter]()
         if head is not None and of_draft is not None:
             drafters += [HeadDrafter.beside(pooled, head, of_draft, config.num_draft_tokens)]
@@ -98,7 +92,7 @@ class EngineModels:
             drafters += [DRAFTERS[config.speculate]()]
         if adapters is not None:
             pooled.runner.row_terms = adapters.terms
-        return cls(pooled, runner, drafters, adapters)
+        return cls(processes, pooled, runner, reports, drafters, adapters)
 
     @property
     def both(self) -> list[PooledModel]:
@@ -111,10 +105,10 @@ class EngineModels:
 
     @property
     def resizable(self) -> ModelRunner | None:
-        """The runner whose pool may change its size; None: other ranks would not follow, or the
+        """The runner whose pool may change its size; None: other processes would not follow, or the
         pool takes no memory."""
         pooled = self.pooled
-        return pooled.runner if self.rank_stats is None and pooled.pool.block_bytes else None
+        return pooled.runner if self.processes.is_alone and pooled.pool.block_bytes else None
 
     @property
     def beside(self) -> list[Callable[[int], None]]:
@@ -148,16 +142,6 @@ class EngineModels:
     def budget(self) -> MemoryBudget:
         """The memory that both models take."""
         return reduce(MemoryBudget.beside, [each.budget for each in self.both])
-
-    @property
-    def reports(self) -> dict[str, Any]:
-        """What the parts report in the statistics, by the field's name."""
-        return self.pooled.reports | {"ranks": self.rank_stats}
-
-    @property
-    def rank_stats(self) -> dict[str, Any] | None:
-        """What rank 0 has told the others; None in one process."""
-        return self.runner.stats if isinstance(self.runner, LeadingRunner) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +184,7 @@ class EngineParts:
             pooled.pool.num_blocks,
             prewarm_seconds=prewarm_seconds,
             memory_budget=models.budget.parts,
+            **pooled.reports,
             **models.reports,
         )
         scheduler = _scheduler(config, models, opener)
@@ -261,5 +246,5 @@ def _scheduler(
         few_sizes=gpu_memory() is not None,
         alone_chunk=pooled.longest_chunk,
         bound=pooled.command_bound,
-        scores=models.rank_stats is None,
+        scores=models.processes.is_alone,
     )

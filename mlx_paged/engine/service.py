@@ -17,7 +17,6 @@ from mlx_paged.arguments import integer, require
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import PromptLike
 from mlx_paged.engine.ticket import Change, Inbox, Ticket, wake
-from mlx_paged.runner.ranks import LeadingRunner
 from mlx_paged.sampling_params import CONSTRAINTS, SamplingParams
 from mlx_paged.scheduler.step import DeviceError
 
@@ -94,8 +93,7 @@ class EngineService:
             self._thread.start()
             self._begun.result()
             self._started = True
-            runner = self._engine.runner
-            self._listeners = runner.ranks.listeners if isinstance(runner, LeadingRunner) else []
+            self._listeners = self._engine.processes.listeners
             self._listeners.append(self._fail)
             atexit.register(self.close)  # no thread may be inside MLX when the process exits
         return self

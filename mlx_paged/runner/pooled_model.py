@@ -148,6 +148,7 @@ class PooledModel:
     Args:
         make_runner: :class:`ModelRunner` or a function with its arguments.
         make_allocator: :class:`BlockAllocator` or a function with its arguments.
+        is_alone: whether this process computes the model's steps without other processes.
 
     Attributes:
         command_bound: bounds the chunks of steps by what a command of a GPU takes; None: no Mac's.
@@ -162,9 +163,10 @@ class PooledModel:
         measured: MeasuredModel,
         make_runner: Callable[..., ModelRunner] = ModelRunner,
         make_allocator: Callable[..., BlockAllocator] = BlockAllocator,
+        is_alone: bool = True,
     ) -> None:
         config, self.plan, self.profile = measured.config, measured.plan, measured.profile
-        self.config = config
+        self.config, self._is_alone = config, is_alone
         self.longest_chunk = _longest_chunk_of(self.plan, config)
         block_size, num_blocks = config.block_size, measured.num_blocks
         self.allocator = make_allocator(
@@ -237,7 +239,7 @@ class PooledModel:
             seconds = self._kernel_seconds
             if not self._has_compiled:
                 seconds = _compiled([self.profile], self.config)
-            if seconds is not None and not self.runner.begins_each:
+            if seconds is not None and self._is_alone:
                 started = time.perf_counter()
                 self._compute_once()
                 seconds += time.perf_counter() - started

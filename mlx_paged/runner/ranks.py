@@ -22,10 +22,11 @@ from typing import Any, NoReturn, cast
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.launched import rank
 from mlx_paged.ops.cpu_layers import CPULayers
-from mlx_paged.options import PoolConfig
+from mlx_paged.options import OF_ONE_PROCESS, PoolConfig
 from mlx_paged.outputs import describe
 from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
@@ -33,7 +34,7 @@ from mlx_paged.runner.model_probe import model_type
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.plan import VERSION, MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
-from mlx_paged.runner.skip_unsampled import attached_to
+from mlx_paged.runner.processes import Computing, join
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler
 from mlx_paged.scheduler.step import SampledToken, Step
 
@@ -67,12 +68,15 @@ def joined(model: nn.Module) -> nn.Module:
         _follow(model, group, link, problem)
     if problem is not None:
         raise ValueError(f"model type {model_type(model)}: {problem}")
-    attached_to(model, "ranks", lambda model: others)
+    if others is not None:
+        join(model, others)
     return model
 
 
 def why_whole(model: nn.Module, num_ranks: int) -> str | None:
     """Why a model cannot be divided among so many ranks; None: nothing is known."""
+    if type(model).__module__.startswith("mlx_vlm."):
+        return "models of mlx-vlm run in one process only"
     if not hasattr(model, "shard"):
         return "mlx-lm has no shard() for it, so it runs in one process only"
     args = getattr(getattr(model, "language_model", model), "args", None)
@@ -95,20 +99,22 @@ def why_whole(model: nn.Module, num_ranks: int) -> str | None:
 
 
 class Ranks:
-    """Rank 0's view of the others, which follow the newest engine. `listeners` are called with the
-    error when a rank is lost, before the process ends."""
+    """Rank 0's view of the others, which follow the newest engine: the :class:`Processes` of their
+    model."""
+
+    is_alone = False
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self.group = group
-        self.listeners: list[Callable[[LostRank], None]] = []
+        self.listeners: list[Callable[[Any], None]] = []
         self._ending = threading.Lock()  # taken when the process ends
         self._links = connect(group, lambda rank, reason: self.end(f"rank {rank} {reason}"))
         atexit.register(self._leave)
 
-    @classmethod
-    def of(cls, model: nn.Module) -> "Ranks | None":
-        """The ranks of a model that :func:`joined` returned; None if this process is alone."""
-        return attached_to(model, "ranks", lambda model: None)
+    def check(self, config: PoolConfig) -> None:
+        for name in OF_ONE_PROCESS:
+            value = getattr(config, name, None)
+            require(value is None, "Engine", name, value, "None on ranks")
 
     def send(self, kind: int, content: bytes = b"") -> None:
         for link in self._links:
@@ -119,7 +125,7 @@ class Ranks:
 
     def pooled(
         self, measured: MeasuredModel, make_runner: Callable[..., ModelRunner] = ModelRunner
-    ) -> "tuple[PooledModel, LeadingRunner]":
+    ) -> Computing:
         """A model on the pools of all ranks, and the runner that leads them.
 
         Every rank takes rank 0's number of states to keep and its choice of linear layers. The rank
@@ -135,13 +141,15 @@ class Ranks:
         num_blocks = int(min(measured.num_blocks, *self.answers()))
         self.send(Kind.MAKE, json.dumps(num_blocks).encode())
         measured = replace(measured, config=config, num_blocks=num_blocks)
-        pooled = PooledModel(measured, partial(make_runner, begins_each=True))
+        make_runner = partial(make_runner, begins_each=True)
+        pooled = PooledModel(measured, make_runner, is_alone=False)
         answers, why_plain = self.answers(), pooled.runner.why_plain
         if any(reason != why_plain for _, reason in answers):
             raise LostRank(f"decodes are compiled on some ranks only: {answers}, {why_plain}")
         shares = [pooled.pool.nbytes, *(num_bytes for num_bytes, _ in answers)]
         LOGGER.info("bytes of K/V on each rank: %s", shares)
-        return pooled, LeadingRunner(self, pooled.runner, shares)
+        runner = LeadingRunner(self, pooled.runner, shares)
+        return Computing(pooled, runner, {"ranks": runner.stats})
 
     def end(self, reason: str) -> NoReturn:
         """End the process: a collective operation that waits for a rank may never return."""
@@ -281,7 +289,7 @@ class _Follower:
 
     def __init__(self, measured: MeasuredModel, group: mx.distributed.Group) -> None:
         make_runner = partial(ModelRunner, begins_each=True, make_sampler=_NoSampler)
-        self.pooled = PooledModel(measured, make_runner, _mirrored)
+        self.pooled = PooledModel(measured, make_runner, _mirrored, is_alone=False)
         self._group = group
         self._reader = PlanReader(cast(MirroredAllocator, self.pooled.allocator))
         self._before: LaunchedStep | None = None

@@ -36,7 +36,7 @@ class Subset:
 
 
 @dataclass(frozen=True, slots=True)
-class RankFilters:
+class TopFilters:
     """Rows with top-p or top-k."""
 
     subset: Subset
@@ -52,19 +52,19 @@ class XTC:
     probability: npt.NDArray[np.float32]  # [N]
     threshold: mx.array  # [N, 1] float32
     special: tuple[mx.array, mx.array] | None  # rows, tokens int32 that XTC never drops
-    ranks: RankFilters | None  # top-k acts after XTC
+    tops: TopFilters | None  # top-k acts after XTC
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRows:
-    """Rows with a temperature. The subsets in `ranks` and `xtc` index into these rows."""
+    """Rows with a temperature. The subsets in `tops` and `xtc` index into these rows."""
 
     subset: Subset
     seeds: npt.NDArray[np.uint64]  # [N]
     num_prompt: npt.NDArray[np.int32]  # [N]
     temperature: mx.array  # [N, 1] float32
     log_min_p: mx.array | None  # [N, 1] float32
-    ranks: RankFilters | None
+    tops: TopFilters | None
     xtc: XTC | None
 
 
@@ -109,7 +109,7 @@ def _drawn(
         num_prompt=np.array([requests[i].num_prompt for i in rows], np.int32),
         temperature=column([max(p.temperature, MIN_TEMPERATURE) for p in drawn]),
         log_min_p=column(log_min_p) if any(p.min_p > 0 for p in drawn) else None,
-        ranks=_ranks(
+        tops=_tops(
             [p.top_p if 0 < p.top_p < 1 else ALL_MASS for p in drawn],
             [vocab if p.xtc_probability > 0 else _top_k(p, vocab) for p in drawn],
             vocab,
@@ -133,7 +133,7 @@ def _xtc(params: Sequence[SamplingParams], vocab: int) -> XTC | None:
         probability=np.array([params[i].xtc_probability for i in rows], np.float32),
         threshold=column([params[i].xtc_threshold for i in rows]),
         special=_indices(special) if special else None,
-        ranks=_ranks(
+        tops=_tops(
             [ALL_MASS] * len(params),
             [_top_k(p, vocab) if p.xtc_probability > 0 else vocab for p in params],
             vocab,
@@ -141,11 +141,11 @@ def _xtc(params: Sequence[SamplingParams], vocab: int) -> XTC | None:
     )
 
 
-def _ranks(top_p: Sequence[float], top_k: Sequence[int], vocab: int) -> RankFilters | None:
+def _tops(top_p: Sequence[float], top_k: Sequence[int], vocab: int) -> TopFilters | None:
     rows = [i for i, (p, k) in enumerate(zip(top_p, top_k, strict=True)) if p < 1 or k < vocab]
     if not rows:
         return None
-    return RankFilters(
+    return TopFilters(
         Subset(rows, len(top_p)),
         column([top_p[i] for i in rows]),
         mx.array(np.array([[top_k[i]] for i in rows], np.int32)),

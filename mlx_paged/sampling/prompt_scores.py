@@ -57,9 +57,9 @@ def scored(logits: mx.array, tokens: list[int], wanted: int) -> list[tuple[Any, 
     own = mx.take_along_axis(logits, targets, axis=-1)
     # Of equally likely tokens the first one is taken.
     is_before = (logits == own) & (mx.arange(logits.shape[-1]) < targets)
-    ranks = 1 + ((logits > own) | is_before).sum(axis=-1)
+    num_likelier = ((logits > own) | is_before).sum(axis=-1)
     norms = mx.logsumexp(logits, axis=-1, keepdims=True)
-    arrays = [(own - norms).flatten(), ranks]
+    arrays = [(own - norms).flatten(), 1 + num_likelier]
     if wanted:
         arrays += most_likely(logits - norms, wanted)
     mx.eval(arrays)

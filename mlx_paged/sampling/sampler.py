@@ -15,8 +15,8 @@ from mlx_paged.request import Request
 from mlx_paged.sampling.columns import (
     XTC,
     DrawnRows,
-    RankFilters,
     SamplingRows,
+    TopFilters,
     tokens_between,
 )
 from mlx_paged.sampling.penalties import (
@@ -318,7 +318,7 @@ def _filtered(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint
 
     The filters use probabilities at temperature 1. A token must pass all of them.
     """
-    kept = logprobs if drawn.ranks is None else _rank_filtered(logprobs, drawn.ranks)
+    kept = logprobs if drawn.tops is None else _top_filtered(logprobs, drawn.tops)
     if drawn.log_min_p is not None:
         floor = logprobs.max(axis=-1, keepdims=True) + drawn.log_min_p
         kept = mx.where(logprobs < floor, -mx.inf, kept)
@@ -327,17 +327,17 @@ def _filtered(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint
     return kept
 
 
-def _rank_filtered(logprobs: mx.array, ranks: RankFilters) -> mx.array:
+def _top_filtered(logprobs: mx.array, tops: TopFilters) -> mx.array:
     """`logprobs` with -inf where a row's top-p or top-k drops the token."""
-    before = ranks.subset.take(logprobs)
+    before = tops.subset.take(logprobs)
     descending = mx.sort(before, axis=-1)[:, ::-1]
     probs = mx.exp(descending)
     mass_before = mx.cumsum(probs, axis=-1) - probs
-    nucleus = mass_before < ranks.top_p * probs.sum(axis=-1, keepdims=True)
+    nucleus = mass_before < tops.top_p * probs.sum(axis=-1, keepdims=True)
     in_nucleus = nucleus.sum(axis=-1, keepdims=True)
-    last = mx.maximum(mx.minimum(in_nucleus, ranks.top_k), 1) - 1
+    last = mx.maximum(mx.minimum(in_nucleus, tops.top_k), 1) - 1
     floor = mx.take_along_axis(descending, last, axis=-1)
-    return ranks.subset.put(logprobs, mx.where(before < floor, -mx.inf, before))
+    return tops.subset.put(logprobs, mx.where(before < floor, -mx.inf, before))
 
 
 def _xtc_filtered(
@@ -358,7 +358,7 @@ def _xtc_filtered(
     if xtc.special is not None:
         dropped[xtc.special] = False
     after = xtc.subset.put(kept, mx.where(dropped, -mx.inf, before))
-    return after if xtc.ranks is None else _rank_filtered(after, xtc.ranks)
+    return after if xtc.tops is None else _top_filtered(after, xtc.tops)
 
 
 def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:

@@ -98,7 +98,7 @@ class WaitingQueue:
                 heappop(heap)
 
 
-_RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {
+_PREFERENCE: dict[PreemptionPolicy, Callable[[Request], int]] = {
     PreemptionPolicy.NEWEST: lambda request: 0,
     PreemptionPolicy.LONGEST: lambda request: request.num_computed,
     PreemptionPolicy.FEWEST_GENERATED: lambda request: -request.num_generated,
@@ -112,10 +112,10 @@ def choose_preempted(
 ) -> Request:
     """The request to preempt: of the background first, then the largest priority number, the most
     tokens that its client holds, the policy, and the newest. `held` is what clients hold."""
-    rank = _RANK[policy]
+    preference = _PREFERENCE[policy]
 
     def order(request: Request) -> tuple[bool, float, int, int, int]:
         of_client = held(request)
-        return request.is_background, request.priority, of_client, rank(request), request.id
+        return request.is_background, request.priority, of_client, preference(request), request.id
 
     return max(candidates, key=order)

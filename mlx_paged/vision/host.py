@@ -22,7 +22,6 @@ from mlx_paged.holdings import Holding
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
-from mlx_paged.runner.ranks import Ranks
 from mlx_paged.runner.skip_unsampled import attached_to, lock_of, override
 from mlx_paged.vision.image_spans import ImageSpans, Picture, size_of
 from mlx_paged.vision.prompts import ImageProcessor
@@ -105,8 +104,6 @@ def hosted(model: nn.Module, processor: Any) -> "tuple[SeeingModel, Any] | None"
     options = getattr(model.language_model, "config", None)
     if getattr(options, "use_bidirectional_attention", None) == "vision":
         reason = "the tokens of an image see later ones"
-    if Ranks.of(model) is not None:
-        reason = "it runs on ranks"
     if kind not in SEEING or reason is not None:
         known = f"expected one of {', '.join(sorted(SEEING))}"
         raise UnsupportedModelError(f"model {kind} of mlx-vlm is refused: {reason or known}")

@@ -16,7 +16,7 @@ CORE = {
     "grammars": 2,
     "disk": 7,
     "images": 4,
-    "ranks": 10,
+    "ranks": 1,
     "beams": 5,
     "profiling": 1,
     "kv_bits": 3,

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from mlx_paged import Engine
@@ -24,6 +25,7 @@ from mlx_paged.runner.plan import (
     PlanReader,
     PlanWriter,
 )
+from mlx_paged.runner.processes import join
 from mlx_paged.runner.ranks import (
     LeadingRunner,
     Ranks,
@@ -200,13 +202,11 @@ def test_few_tokens_are_summed_as_so_many_numbers_as_there_are_ranks(monkeypatch
     assert sizes == [4, 4, 6]
 
 
-def test_a_closed_service_hears_nothing_of_the_ranks(monkeypatch):
+def test_a_closed_service_hears_nothing_of_the_ranks():
     engine = Engine(tiny_model("llama"), num_blocks=8)
-    engine.runner.ranks = SimpleNamespace(listeners=[])
-    monkeypatch.setattr(service, "LeadingRunner", type(engine.runner))
     with service.EngineService(engine) as running:
-        assert engine.runner.ranks.listeners == [running._fail]
-    assert engine.runner.ranks.listeners == []
+        assert engine.processes.listeners == [running._fail]
+    assert engine.processes.listeners == []
 
 
 @pytest.mark.slow
@@ -236,10 +236,16 @@ def test_heads_that_cannot_be_divided_are_refused_with_numbers_that_do(
 
 
 @pytest.mark.parametrize("name, value", [("adapters", {}), ("kv_disk", "d"), ("draft_head", "h")])
-def test_what_ranks_cannot_do_is_refused_by_name(name, value, monkeypatch):
-    monkeypatch.setattr(Ranks, "of", lambda model: object())
+def test_what_ranks_cannot_do_is_refused_by_name(name, value):
+    model = tiny_model("llama")
+    join(model, object.__new__(Ranks))
     with pytest.raises(ValueError, match=rf"{name} is .*: expected None on ranks"):
-        Engine(tiny_model("llama"), num_blocks=8, **{name: value})
+        Engine(model, num_blocks=8, **{name: value})
+
+
+def test_models_of_mlx_vlm_are_refused():
+    model = type("Model", (nn.Module,), {"__module__": "mlx_vlm.models.qwen2_vl"})()
+    assert why_whole(model, 2) == "models of mlx-vlm run in one process only"
 
 
 def test_models_without_shard_are_refused():
