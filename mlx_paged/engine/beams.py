@@ -1,17 +1,22 @@
-"""Beam search: which hypotheses live on, and the requests that compute them. Knows no mlx."""
+"""Beam search: its calls, the hypotheses that live on, their requests. Knows no mlx."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.engine.request_maker import Queueing
+from mlx_paged.arguments import integer, is_real, require, require_flags
+from mlx_paged.engine.one_thread import Occupancy, exclusive
+from mlx_paged.engine.request_maker import Queueing, RequestMaker, check_queueing, checked_params
+from mlx_paged.engine.text import OutputProcessor, PromptEncoder, PromptLike
+from mlx_paged.engine.token_ids import TokenIds
+from mlx_paged.engine.waiting_calls import OnOutput
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
-from mlx_paged.sampling_params import chosen_by_caller
+from mlx_paged.sampling_params import SamplingParams, chosen_by_caller
 from mlx_paged.scheduler.progress import append_token
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import SampledToken
@@ -246,3 +251,94 @@ class BeamSearch:
 def _drop(request: Request, scheduler: Scheduler) -> None:
     """Give up a hypothesis: no prompt continues it."""
     scheduler.complete(request, is_continued=False)
+
+
+def _check(
+    params: SamplingParams,
+    num_beams: int,
+    length_penalty: float,
+    early_stopping: bool,
+    max_beams: int,
+) -> None:
+    """ValueError unless a beam search can be done with these arguments."""
+    caller = "beam_search"
+    if params.temperature > 0 or params.stop or params.sampler is not None:
+        raise ValueError(
+            f"[{caller}] temperature, stop or sampler is given: expected temperature 0, no stop and"
+            " no sampler"
+        )
+    wanted = params.prompt_logprobs
+    require(wanted is None, caller, "prompt_logprobs", wanted, "None in a beam search")
+    integer(caller, "num_beams", num_beams, 1, max_beams)
+    # A larger penalty makes max_tokens ** length_penalty leave the range of floats.
+    limit = 1000 / max(1.0, math.log2(params.max_tokens))
+    is_finite = is_real(length_penalty) and abs(length_penalty) <= limit
+    expected = f"{-limit:g} to {limit:g} for max_tokens {params.max_tokens}"
+    require(is_finite, caller, "length_penalty", length_penalty, expected)
+    require_flags(caller, early_stopping=early_stopping)
+
+
+class BeamCalls:
+    """Beam searches among the requests of an engine: a part of :class:`EngineCore`."""
+
+    scheduler: Scheduler
+    occupancy: Occupancy
+    token_ids: TokenIds
+    _encode: PromptEncoder
+    _outputs: OutputProcessor
+    _make_request: RequestMaker
+    _beams: dict[int, BeamSearch]
+    _admit: Callable[[Sequence[Request], Callable[[], None]], None]
+    _complete: Callable[[Iterator[list[int]], OnOutput | None], list[Completion]]
+
+    @exclusive
+    def add_beam_search(
+        self,
+        prompt: PromptLike,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        priority: int | str = 0,
+        cache_salt: str = "",
+        share: Sequence[str] = (),
+        **options: Any,
+    ) -> int:
+        """Queue a beam search. Its one output has a completion with all hypotheses as `beams`.
+
+        Args:
+            num_beams: live hypotheses, and returned ones; at most the size of the vocabulary.
+            length_penalty: above 0 favours long hypotheses, below 0 short ones.
+            early_stopping: end with the first `num_beams` finished hypotheses, the best or not.
+
+        Raises:
+            ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
+        """
+        queueing = check_queueing("beam_search", priority, cache_salt, share)
+        params = checked_params("beam_search", params, options, self._encode, prompt)
+        # Each live hypothesis writes into a block of its own.
+        vocab_size = self.token_ids.columns
+        max_beams = vocab_size or self.scheduler.allocator.num_blocks
+        _check(params, num_beams, length_penalty, early_stopping, max_beams)
+        root = self._make_request(self._encode(prompt), params, 0, queueing)
+        stop = self._outputs.stop_token_ids(root)
+        group = BeamGroup(num_beams, params.max_tokens, length_penalty, early_stopping, stop)
+        BeamSearch(root, group, self._beams, self._make_request, vocab_size)
+        self._admit([root], lambda: self.scheduler.add(root))
+        return root.id
+
+    @exclusive
+    def beam_search(
+        self,
+        prompt: PromptLike,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The best continuation that a beam search finds; ``.beams`` has all of them.
+
+        Arguments and errors are those of :meth:`add_beam_search`.
+        """
+        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
+        return self._complete(ids, None)[0]

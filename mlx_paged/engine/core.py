@@ -1,21 +1,20 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
 from mlx_paged.constraint import Constraints
-from mlx_paged.engine.beams import BeamGroup, BeamSearch
+from mlx_paged.engine.beams import BeamCalls, BeamSearch
 from mlx_paged.engine.cache_control import CacheControl
 from mlx_paged.engine.one_thread import Occupancy, exclusive, exclusive_as
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
 from mlx_paged.engine.request_maker import (
     Queueing,
     RequestMaker,
-    check_beams,
     check_queueing,
     checked_params,
 )
@@ -27,7 +26,7 @@ from mlx_paged.engine.text import (
     why_there_is_no_token,
 )
 from mlx_paged.engine.token_ids import TokenIds
-from mlx_paged.engine.waiting_calls import Streams
+from mlx_paged.engine.waiting_calls import OnOutput, Streams
 from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.outputs import Completion, TokenOutput
@@ -47,7 +46,7 @@ from mlx_paged.scheduler.step import (
 )
 
 
-class EngineCore(CacheControl):
+class EngineCore(CacheControl, BeamCalls):
     """The engine without a model: queues requests, runs steps through a runner, returns tokens.
 
     One thread uses it at a time; meanwhile every other thread gets a RuntimeError. A failure ends
@@ -216,43 +215,6 @@ class EngineCore(CacheControl):
         return [request.id for request in requests]
 
     @exclusive
-    def add_beam_search(
-        self,
-        prompt: PromptLike,
-        num_beams: int,
-        params: SamplingParams | None = None,
-        *,
-        length_penalty: float = 1.0,
-        early_stopping: bool = False,
-        priority: int | str = 0,
-        cache_salt: str = "",
-        share: Sequence[str] = (),
-        **options: Any,
-    ) -> int:
-        """Queue a beam search. Its one output has a completion with all hypotheses as `beams`.
-
-        Args:
-            num_beams: live hypotheses, and returned ones; at most the size of the vocabulary.
-            length_penalty: above 0 favours long hypotheses, below 0 short ones.
-            early_stopping: end with the first `num_beams` finished hypotheses, the best or not.
-
-        Raises:
-            ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
-        """
-        queueing = check_queueing("beam_search", priority, cache_salt, share)
-        params = checked_params("beam_search", params, options, self._encode, prompt)
-        # Each live hypothesis writes into a block of its own.
-        vocab_size = self.token_ids.columns
-        max_beams = vocab_size or self.scheduler.allocator.num_blocks
-        check_beams(params, num_beams, length_penalty, early_stopping, max_beams)
-        root = self._make_request(self._encode(prompt), params, 0, queueing)
-        stop = self._outputs.stop_token_ids(root)
-        group = BeamGroup(num_beams, params.max_tokens, length_penalty, early_stopping, stop)
-        BeamSearch(root, group, self._beams, self._make_request, vocab_size)
-        self._admit([root], lambda: self.scheduler.add(root))
-        return root.id
-
-    @exclusive
     def fork(
         self,
         request_id: int,
@@ -334,6 +296,13 @@ class EngineCore(CacheControl):
             self._advance(ahead=self._may_look_ahead() and not self._beams)
 
     compute = exclusive_as("compute")(_compute)
+
+    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
+        """Add requests and wait for all of them, within an exclusive method."""
+        try:
+            return self._streams.complete(self, added, on_output)
+        finally:
+            self._abort_dropped()
 
     def _deliver(self, output: TokenOutput) -> None:
         """Give an output to the call that waits for it, or let the next :meth:`step` return it."""

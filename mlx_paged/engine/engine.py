@@ -296,21 +296,6 @@ class Engine(ModelCore):
         return [likeliest(group, n) for group in groups]
 
     @exclusive
-    def beam_search(
-        self,
-        prompt: PromptLike,
-        num_beams: int,
-        params: SamplingParams | None = None,
-        **options: Any,
-    ) -> Completion:
-        """The best continuation that a beam search finds; ``.beams`` has all of them.
-
-        Arguments and errors are those of :meth:`add_beam_search`.
-        """
-        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
-        return self._complete(ids, None)[0]
-
-    @exclusive
     def stream(
         self, prompt: PromptLike, params: SamplingParams | None = None, **options: Any
     ) -> Generator[TokenOutput]:
@@ -326,13 +311,6 @@ class Engine(ModelCore):
         outputs = self._read(request_id)
         next(outputs)  # a generator that was never started would not reach its `finally`
         return outputs
-
-    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
-        """Add requests and wait for all of them, within an exclusive method."""
-        try:
-            return self._streams.complete(self, added, on_output)
-        finally:
-            self._abort_dropped()
 
     def _read(self, request_id: int) -> Generator[Any]:
         """First None, when the stream is ready; then the outputs of a request."""

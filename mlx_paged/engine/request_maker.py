@@ -1,6 +1,5 @@
 """Makes requests of checked arguments. Knows no mlx."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
@@ -81,31 +80,6 @@ def check_queueing(
         require(is_time, caller, "marks", seconds, f"numbers of tokens, and seconds up to {WEEK}")
     number, salt = 0 if is_background else priority, str(cache_salt).encode()
     return Queueing(cast(int, number), is_background, salt, tuple(share), ends, tuple(marks))
-
-
-def check_beams(
-    params: SamplingParams,
-    num_beams: int,
-    length_penalty: float,
-    early_stopping: bool,
-    max_beams: int,
-) -> None:
-    """ValueError unless a beam search can be done with these arguments."""
-    caller = "beam_search"
-    if params.temperature > 0 or params.stop or params.sampler is not None:
-        raise ValueError(
-            f"[{caller}] temperature, stop or sampler is given: expected temperature 0, no stop and"
-            " no sampler"
-        )
-    wanted = params.prompt_logprobs
-    require(wanted is None, caller, "prompt_logprobs", wanted, "None in a beam search")
-    integer(caller, "num_beams", num_beams, 1, max_beams)
-    # A larger penalty makes max_tokens ** length_penalty leave the range of floats.
-    limit = 1000 / max(1.0, math.log2(params.max_tokens))
-    is_finite = is_real(length_penalty) and abs(length_penalty) <= limit
-    expected = f"{-limit:g} to {limit:g} for max_tokens {params.max_tokens}"
-    require(is_finite, caller, "length_penalty", length_penalty, expected)
-    require_flags(caller, early_stopping=early_stopping)
 
 
 def _no_variant(name: str | None) -> None:

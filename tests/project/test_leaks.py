@@ -17,7 +17,7 @@ CORE = {
     "disk": 7,
     "images": 4,
     "ranks": 1,
-    "beams": 5,
+    "beams": 3,
     "profiling": 1,
     "kv_bits": 3,
     "states": 3,
