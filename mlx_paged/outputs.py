@@ -63,7 +63,7 @@ class Completion:
         preemptions: how often the request was preempted.
         drafts: guessed tokens that were computed; `accepted_drafts` of these were right.
         prefix_miss: why no more prompt tokens were found in the prefix cache, a
-            :class:`MissReason`; None if all reusable tokens were found.
+            :class:`MissReason` or "on_disk"; None if all reusable tokens were found.
         pinned: how many leading tokens stay in the prefix cache as `retain` asks, and why no more;
             None if it does not ask.
         error: the error message, for FinishReason.ERROR.

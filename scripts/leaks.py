@@ -67,7 +67,7 @@ FEATURES = {
         ("*grammar*", "forced_after", "*fast_forward*"),
         ("formats/grammar.py",),
     ),
-    "disk": Feature(("kv_disk",), ("*tier*", "*disk*")),
+    "disk": Feature(("kv_disk",), ("*tier*", "*disk*"), at_home=("scheduler/tier.py",)),
     "images": Feature(
         ("vision",), ("*image*", "*sight*", "*eyes*", "*vision*", "seen_keys", "SeenPrompt")
     ),

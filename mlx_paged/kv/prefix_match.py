@@ -28,7 +28,6 @@ class MissReason(StrEnum):
     UNSEEN = "unseen"  # nothing was reused: no cached text begins like this prompt
     DIVERGED = "diverged"  # the cached text that agrees longest continues differently
     END = "end"  # the cached text ends there
-    ON_DISK = "on_disk"  # more is on the disk, but to read it would take longer than to compute it
 
 
 @dataclass(frozen=True, slots=True)

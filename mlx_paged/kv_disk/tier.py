@@ -14,7 +14,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.cached_block import FIRST, CachedBlock
 from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES
-from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
+from mlx_paged.kv.prefix_match import NeededBlock, PrefixMatch, block_key
 from mlx_paged.kv_disk.packs import Origin
 from mlx_paged.kv_disk.store import STAGING, DiskStore, Load
 from mlx_paged.request import Request
@@ -37,6 +37,9 @@ WAIT = 0.02
 """Seconds that an engine without other work waits for the disk at once."""
 LOAD_TIMEOUT = 30.0
 """Seconds after which a request no longer waits for the disk."""
+ON_DISK = "on_disk"
+"""Why a prompt shares no more, beside the reasons of :class:`MissReason`: more is on the disk, but
+to read it would take longer than to compute it."""
 DECLINED = 1 << 62
 """Stands for the first block that a request asked for, where to read its blocks takes too long: no
 block has so high an index, so the request does not ask again."""
@@ -235,7 +238,7 @@ class KVDiskTier:
         del self._awaited[request.id]
         return False
 
-    def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
+    def admitted(self, request: Request, match: PrefixMatch) -> str | None:
         """A request shares what was found; returns why it found no more."""
         declined = self._asked.get(request.id) == DECLINED
         self.forget(request)
@@ -243,7 +246,7 @@ class KVDiskTier:
             for known in entries:
                 if self._leaving_bytes < EARLY_BYTES:
                     self._leave(group, known)
-        return MissReason.ON_DISK if declined else match.miss
+        return ON_DISK if declined else match.miss
 
     def forget(self, request: Request) -> None:
         """The request was admitted, or has ended."""

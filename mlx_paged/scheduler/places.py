@@ -12,7 +12,7 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import PoolShrunkError, Request
 from mlx_paged.scheduler.progress import Planning, Progress
-from mlx_paged.scheduler.tier import Tier
+from mlx_paged.scheduler.tier import Prefetch
 from mlx_paged.scheduler.waiting import Waiting
 
 
@@ -25,10 +25,10 @@ class Places:
     later forks. They lose their blocks before any running request is preempted.
 
     Attributes:
-        tier: K/V beyond the pool, and the requests that wait for it.
+        prefetch: brings K/V from beyond the pool for requests, which may wait for it.
     """
 
-    tier: Tier
+    prefetch: Prefetch
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Places:
         """Queue a request. Raises as :meth:`check_fits`."""
         self.check_fits(request)
         self.allocator.retention.expire(self.clock)
-        if not self.tier.ask(request):
+        if not self.prefetch.ask(request):
             self.waiting.push(request)
 
     def park(self, request: Request) -> None:
@@ -218,8 +218,8 @@ class Places:
         """Whether all that a waiting request needs is a place and blocks."""
         if request.num_in_flight:
             return False
-        if request.id not in self.parked and self.tier.delays(request, planning.loads):
-            if request.id in self.tier.loading:
+        if request.id not in self.parked and self.prefetch.delays(request, planning.loads):
+            if request.id in self.prefetch.loading:
                 self.waiting.remove(request)
             return False
         return True
@@ -235,7 +235,7 @@ class Places:
                     return False
                 self._evict_parked()
         planning.copies += admission.copies
-        miss = self.tier.admitted(request, admission)
+        miss = self.prefetch.admitted(request, admission)
         if request.num_preempted == 0:
             request.prefix_miss = miss
             request.admitted_time = self.clock()

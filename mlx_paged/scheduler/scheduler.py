@@ -78,9 +78,10 @@ class Scheduler(Places):
         if make_proposals is not None:
             self.proposals = make_proposals(allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
-        self.tier = NoTier()
-        if open_tier is not None and self.has_tier:  # last: an open disk is locked
+        self.tier: Tier = NoTier()
+        if open_tier is not None and self.has_tier:  # last: an open tier is locked
             self.tier = open_tier(self.budget.seconds_to_compute)
+        self.prefetch = self.tier
 
     def shorten_chunks(self, least: int) -> bool:
         """Halve the prompt tokens of a step, which stay `least` or more; returns whether it did."""
@@ -111,8 +112,9 @@ class Scheduler(Places):
         """Choose this step's tokens and make their slots writable. While another step is under way,
         a step with a chunk is held back."""
         planning = Planning()
-        for request in self.tier.arrived(waits=not (self.running or self.waiting)):
-            self.waiting.push(request)
+        if self.has_tier:
+            for request in self.tier.arrived(waits=not (self.running or self.waiting)):
+                self.waiting.push(request)
         if self._isolated:
             self._schedule_isolated(planning)
         else:
@@ -232,6 +234,7 @@ class Scheduler(Places):
     def leave_tier(self) -> None:
         """Close the tier; requests that waited for it wait in the queue."""
         tier, self.tier, self.has_tier = self.tier, NoTier(), False
+        self.prefetch = self.tier
         tier.close()
         for request in tier.loading.values():
             self.waiting.push(request)

@@ -5,24 +5,16 @@ from typing import Any, Protocol
 
 from mlx_paged.holdings import Holding
 from mlx_paged.kv.blocks import BlockTransfer
-from mlx_paged.kv.prefix_match import MissReason, PrefixMatch
+from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.request import Request
 
 
-class Tier(Protocol):
-    """Copies blocks out of the pool, and finds them there for new prompts."""
+class Prefetch(Protocol):
+    """Brings K/V from beyond the pool for prompts that wait."""
 
     @property
     def loading(self) -> Mapping[int, Request]:
-        """Requests by id that wait for the tier, outside the queue."""
-
-    @property
-    def leaving(self) -> Mapping[bytes, BlockTransfer]:
-        """What the step being planned has to copy before it writes anything, by its key."""
-
-    def arrived(self, waits: bool) -> list[Request]:
-        """The requests that need not wait any more. From here on a step is planned. With `waits`
-        there is nothing else to compute, so the tier may wait a short time."""
+        """Requests by id that wait for their K/V, outside the queue."""
 
     def ask(self, request: Request) -> bool:
         """Start to read what the pool lacks of a prompt; whether the request has to wait for it."""
@@ -31,11 +23,23 @@ class Tier(Protocol):
         """Add what was read for a request to `loads`, which the step writes before all else.
         Returns whether the request has to wait for more."""
 
-    def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
+    def admitted(self, request: Request, match: PrefixMatch) -> str | None:
         """A request shares what was found; returns why it found no more."""
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
+
+
+class Tier(Prefetch, Protocol):
+    """Copies blocks out of the pool, and finds them there for new prompts."""
+
+    @property
+    def leaving(self) -> Mapping[bytes, BlockTransfer]:
+        """What the step being planned has to copy before it writes anything, by its key."""
+
+    def arrived(self, waits: bool) -> list[Request]:
+        """The requests that need not wait any more. From here on a step is planned. With `waits`
+        there is nothing else to compute, so the tier may wait a short time."""
 
     def copies_when_idle(self) -> list[BlockTransfer]:
         """Blocks to copy now, while no step is under way."""
@@ -71,7 +75,7 @@ class NoTier:
     def delays(self, request: Request, loads: list[BlockTransfer]) -> bool:
         return False
 
-    def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
+    def admitted(self, request: Request, match: PrefixMatch) -> str | None:
         return match.miss
 
     def forget(self, request: Request) -> None:

@@ -14,7 +14,7 @@ CORE = {
     "drafts": 6,
     "beyond": 3,
     "grammars": 2,
-    "disk": 7,
+    "disk": 4,
     "images": 4,
     "ranks": 1,
     "beams": 3,

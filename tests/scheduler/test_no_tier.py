@@ -9,9 +9,14 @@ from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.tier import NoTier, Tier
+from mlx_paged.scheduler.tier import NoTier, Prefetch, Tier
 
-VERBS = [name for name, each in vars(Tier).items() if callable(each) and not name.startswith("_")]
+VERBS = [
+    name
+    for kind in (Prefetch, Tier)
+    for name, each in vars(kind).items()
+    if callable(each) and not name.startswith("_")
+]
 
 
 @pytest.mark.parametrize("kind", [NoTier, KVDiskTier])
