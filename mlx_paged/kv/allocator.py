@@ -238,6 +238,8 @@ class BlockAllocator:
             for group in range(len(self.groups)):
                 taken = self.store.take(len(rows), group)
                 self.block_tables.append_each(rows, taken, columns, group)
+        if not self.states.exist:
+            return copies, None
         held = (sequences[seq_id].states for seq_id in seq_ids)
         return copies, self.states.advance_together(held, positions)
 
