@@ -103,7 +103,12 @@ FEATURES = {
         at_home=("scheduler/progress.py",),
     ),
     "windows": Feature(
-        (), ("*window*",), at_home=(*("kv/layer_groups.py", "kv/layer_kinds.py"), "heads/eagle3.py")
+        (),
+        ("*window*",),
+        at_home=(
+            *("kv/layer_groups.py", "kv/layer_kinds.py", "attention/causal.py"),
+            "heads/eagle3.py",
+        ),
     ),
     "cascade": Feature((), ("*cascade*", "shared_keys"), at_home=("attention",)),
     "compiled": Feature(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from bench.command import print_result, table
 from mlx_paged import Engine
+from mlx_paged.attention.causal import limits
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, FRACTION, KV_BLOCK_SIZES, Parser
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.runner.model_probe import ModelProfile, probe
@@ -100,7 +101,7 @@ def mlx_lm_held(model: nn.Module, prompt: list[int], chunk: int) -> tuple[int, i
 
 def layer_bytes(profile: ModelProfile) -> tuple[int, int]:
     """Bytes of a token in all layers, and in those with a window."""
-    layers = zip(profile.shapes, profile.windows, strict=True)
+    layers = zip(profile.shapes, limits(profile.sees), strict=True)
     pairs = [(shape.token_bytes, window) for shape, window in layers if shape is not None]
     return sum(b for b, _ in pairs), sum(b for b, window in pairs if window)
 

@@ -14,6 +14,7 @@ from bench.flags.head_counts import HeadCounts
 from bench.paged_attention.ggml import GgmlAttention
 from mlx_paged import ops
 from mlx_paged.attention.backend import Way
+from mlx_paged.attention.causal import FULL
 from mlx_paged.attention.forward import Chunk, LayerView
 from mlx_paged.attention.paths import ANY_NUMBER
 from mlx_paged.attention.sdpa_hook import Query, mlx_attention
@@ -146,7 +147,7 @@ class Inputs:
         quantized pool, the paged op on the same K/V as it was."""
         mask = "causal" if self.case.length > 1 else None
         layers = [LayerView(self.pool, layer) for layer in range(self.case.num_layers)]
-        query = Query(self.q, self.scale, None, None)
+        query = Query(self.q, self.scale, FULL, None)
         start = self.case.context - self.case.length
         chunk = Chunk(0, start, self.case.length, self.tables[0])
 

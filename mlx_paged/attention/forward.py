@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.attention.backend import AttentionBackend, Way, way_of
+from mlx_paged.attention.causal import FULL, Causal
 from mlx_paged.attention.paths import (
     ANY_NUMBER,
     FEW_QUERIES,
@@ -23,7 +24,6 @@ from mlx_paged.attention.sdpa_hook import (
     Query,
     RotaryHandle,
     mlx_attention,
-    narrowest,
 )
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops.dispatch import MOST_TOGETHER, SHORT_CONTEXT
@@ -34,12 +34,11 @@ SCORES = 1 << 25  # so many are in memory at once
 path_counts: Counter[str] = Counter()  # how often each path was called since the process began
 
 
-def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int = 0) -> mx.array:
-    """Which keys at positions ``[first, num_keys)`` the queries at these positions see: keys up to
-    their own position and, with a window, only the last `window` of these."""
+def causal_mask(queries: mx.array, num_keys: int, sees: Causal, first: int = 0) -> mx.array:
+    """Which keys at positions ``[first, num_keys)`` the queries at these positions see."""
     keys = mx.arange(first, num_keys)
     mask = keys <= queries
-    return mask if window is None else mask & (keys > queries - window)
+    return mask if sees.is_full else mask & sees.are_near(keys, queries)
 
 
 def even_length(num_blocks: int) -> int:
@@ -71,25 +70,24 @@ class Chunk:
     start: int  # position of its first token
     length: int  # number of its tokens
     block_ids: mx.array  # ``[n]`` int32, blocks of the sequence up to the chunk's end
-    _keys: dict[tuple[int | None, int, int], GatheredKeys] = field(default_factory=dict, init=False)
+    _keys: dict[tuple[Causal, int, int], GatheredKeys] = field(default_factory=dict, init=False)
 
     @property
     def stop(self) -> int:
         """Position after its last token: the number of tokens that this one attends to."""
         return self.start + self.length
 
-    def keys(self, window: int | None, n_kv_heads: int, block_size: int) -> GatheredKeys:
-        """The keys of the blocks within the window. Layers with the same arguments share arrays."""
-        if window is not None and window >= self.stop:
-            window = None
-        kind = window, n_kv_heads, block_size
+    def keys(self, sees: Causal, n_kv_heads: int, block_size: int) -> GatheredKeys:
+        """The keys of the blocks that a token sees. Layers with the same arguments share arrays."""
+        sees = sees.within(self.stop)
+        kind = sees, n_kv_heads, block_size
         if kind not in self._keys:
             first = 0
             mask: mx.array | str = "causal"
-            if window is not None:
-                first = max(0, self.start - window + 1) // block_size * block_size
+            if not sees.is_full:
+                first = sees.first_key(self.start) // block_size * block_size
                 queries = mx.arange(self.start, self.stop)[:, None]
-                mask = causal_mask(queries, self.stop, window, first)
+                mask = causal_mask(queries, self.stop, sees, first)
             start, last = first // block_size, self.block_ids.size - 1
             columns = mx.minimum(mx.arange(start, start + even_length(last + 1 - start)), last)
             table = self.block_ids[columns][None]
@@ -150,14 +148,14 @@ class Forward:
             self._runs[heads] = tables, head_runs(tables, heads)
         return self._runs[heads][1]
 
-    def mask(self, columns: int, window: int | None) -> mx.array:
+    def mask(self, columns: int, sees: Causal) -> mx.array:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
-        row see within `window`."""
+        row see."""
         positions = self.positions
         if columns != self.columns:
             stops = mx.array(self.next_offset).reshape(-1, 1)
             positions = stops - columns + mx.arange(columns)
-        return causal_mask(positions.reshape(-1, 1, columns, 1), self.max_context, window)
+        return causal_mask(positions.reshape(-1, 1, columns, 1), self.max_context, sees)
 
 
 class LayerView(AttendingCache):
@@ -173,8 +171,7 @@ class LayerView(AttendingCache):
         self,
         pool: KVPool,  # holds the K/V
         layer: int,  # index of this layer in the pool
-        # Tokens that a query of this layer sees at most, itself included.
-        window: int | None = None,
+        sees: Causal = FULL,  # which keys a query of this layer sees
         # Tokens of a sequence up to which the paged op attends in every layer.
         max_paged_queries: int = ANY_NUMBER,
         forward: Forward | None = None,  # may also be set later
@@ -182,7 +179,7 @@ class LayerView(AttendingCache):
     ) -> None:
         self.pool = pool
         self.layer = layer
-        self.window = window
+        self.sees = sees
         self.shape = pool.shapes[layer]
         self.is_latent = self.shape.latent
         self._block_size = pool.k[layer].shape[2]
@@ -234,8 +231,8 @@ class LayerView(AttendingCache):
         wanted = block_ids[None], num_tokens
         return self.pool.read(self.layer, lambda a: ops.gather_blocks(a, *wanted), as_written=True)
 
-    def mask(self, columns: int, window: int | None) -> mx.array:
-        return self.forward.mask(columns, window)
+    def mask(self, columns: int, sees: Causal) -> mx.array:
+        return self.forward.mask(columns, sees)
 
     def attend(self, query: Query) -> mx.array | None:
         """Outputs of padding have no meaning. None if the query does not fit what the layer stores,
@@ -252,8 +249,8 @@ class LayerView(AttendingCache):
         if query.rotary is not None:
             q = mx.concatenate([q, (query.rotary / query.scale).astype(q.dtype)], axis=-1)
             query = query._replace(q=q, rotary=None)
-        if query.window != self.window:  # the mask is another layer's
-            query = query._replace(window=narrowest(query.window, self.window))
+        if query.sees is not self.sees:  # the mask is another layer's
+            query = query._replace(sees=query.sees.narrowed(self.sees))
         way = self._way(query)
         if forward.columns > max(FEW_QUERIES, way.limit):
             return self._row_by_row(query)
@@ -267,7 +264,7 @@ class LayerView(AttendingCache):
     def _way(self, query: Query) -> Way:
         """What computes the query: asked once for each kind of call."""
         q, ways = query.q, self._backend.ways
-        options = query.window is None, query.sinks is None
+        options = query.sees.is_full, query.sinks is None
         width, columns, num_sharing = size = self.forward.size
         is_long = width * self._block_size > SHORT_CONTEXT
         kind = (
@@ -277,7 +274,7 @@ class LayerView(AttendingCache):
         way = ways.get(kind)
         if way is None:
             call = q, self.pool, self.layer, self._few_queries, *size
-            way = ways[kind] = way_of(*call, window=query.window, sinks=query.sinks)
+            way = ways[kind] = way_of(*call, **query.sees.options, sinks=query.sinks)
         return way
 
     def _ragged(self, query: Query, cu_seqlens: mx.array, way: Way) -> mx.array:
@@ -345,7 +342,7 @@ class LayerView(AttendingCache):
             cu_seqlens,
             num_decodes,
             scale=query.scale,
-            window=query.window,
+            **query.sees.options,
             sinks=sinks,
             shared_prefixes=shared_prefixes if way.shares else None,
         )
@@ -359,7 +356,7 @@ class LayerView(AttendingCache):
         runs = self.forward.runs(tables, self.shape.n_kv_heads)
         k, v = self.pool.gather(self.layer, tables, num_keys, runs)
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
-        mask = causal_mask(queries, num_keys, query.window)
+        mask = causal_mask(queries, num_keys, query.sees)
         v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
         q = self._transformed(query.q)
         out = mlx_attention(q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
@@ -367,10 +364,10 @@ class LayerView(AttendingCache):
 
     def gathered_chunk(self, query: Query, chunk: Chunk) -> mx.array:
         """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence, by MLX's own
-        attention; only blocks within the window are gathered. Some queries after the others where
-        their scores are in memory."""
+        attention; only blocks with keys that a query sees are gathered. Some queries after the
+        others where their scores are in memory."""
         path_counts["gather"] += 1
-        keys = chunk.keys(query.window, self.shape.n_kv_heads, self._block_size)
+        keys = chunk.keys(query.sees, self.shape.n_kv_heads, self._block_size)
         k, v = self.pool.gather(self.layer, *keys.wanted)
         (_, heads, length, _), mask, num_keys = query.q.shape, keys.mask, k.shape[2]
         parts: list[mx.array] = []

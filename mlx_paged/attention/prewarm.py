@@ -11,6 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from mlx_paged import ops
+from mlx_paged.attention.causal import Causal
 from mlx_paged.attention.paths import max_paged_queries
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.blocks import BlockCopy
@@ -31,7 +32,7 @@ class AttentionKind:
     shape: KVShape
     num_heads: int
     q_dtype: mx.Dtype
-    window: int | None
+    sees: Causal
     has_sinks: bool
 
 
@@ -80,9 +81,8 @@ def _dispatch(kind: AttentionKind, block_size: int, transfers: bool, only_ragged
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
     # The keys that a long chunk sees behind a short window may be split, and so are those of the
     # decodes beside the chunk.
-    windows = dict.fromkeys([kind.window, kind.window and LONG_CONTEXT])
     variants: list[dict[str, Any]] = [
-        {"scale": 1.0, "window": window, "sinks": sinks} for window in windows
+        {"scale": 1.0, **sees.options, "sinks": sinks} for sees in kind.sees.or_long(LONG_CONTEXT)
     ]
     kv = pool.layer(0)
     columns = widths_of(block_size)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 
+from mlx_paged.attention.causal import FULL, Causal, MakesMasks
 from mlx_paged.ops import view_as
 
 mlx_attention = mx.fast.scaled_dot_product_attention
@@ -32,39 +33,26 @@ class Query(NamedTuple):
 
     q: mx.array  # ``[B, H, L, D]``
     scale: float
-    window: int | None  # keys that a query sees at most, its own included
+    sees: Causal  # which keys a query sees
     sinks: mx.array | None  # ``[H]``, extra logits in the softmax denominator
     # ``[B, H, L, rope]``, scaled already, if latents are keys and values. The score of a token is
     # then ``scale * q . latent + rotary . rotary key``.
     rotary: mx.array | None = None
 
 
-class AttendingCache:
+class AttendingCache(MakesMasks):
     """What the hook asks of a cache that can attend without gathering its keys and values."""
-
-    window: int | None  # tokens that a query of the layer sees at most, itself included
 
     def attend(self, query: Query) -> mx.array | None:
         """Attention over the cache's K/V; None: use the gathered arrays."""
         raise NotImplementedError
 
-    def mask(self, columns: int, window: int | None) -> mx.array:
+    def mask(self, columns: int, sees: Causal) -> mx.array:
         """The mask that attention of `columns` tokens over the gathered arrays needs."""
         raise NotImplementedError
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> "CausalMask | str | None":
-        """The mask of N tokens; its window is the smaller one of the layer's and `window_size`."""
-        window = narrowest(window_size, self.window)
-        return CausalMask.of(self.mask(N, window), window=window)
-
-
-def narrowest(window: int | None, other: int | None) -> int | None:
-    """The smaller of two windows; None if neither is a window."""
-    if window is None or other is None:
-        return other if window is None else window
-    return min(window, other)
+    def causal_mask(self, columns: int, sees: Causal) -> mx.array:
+        return CausalMask.of(self.mask(columns, sees), sees=sees)
 
 
 class TaggedArray(mx.array):
@@ -86,9 +74,9 @@ class KVHandle(TaggedArray):
 
 
 class CausalMask(TaggedArray):
-    """A causal mask as a lazy array: the hook reads only `window`."""
+    """A causal mask as a lazy array: the hook reads only `sees`."""
 
-    window: int | None
+    sees: Causal
 
     def __getitem__(self, item: Any) -> mx.array:
         """Models of mlx-vlm take the columns of all keys, ``mask[..., :n]``: a causal mask, too,
@@ -97,7 +85,7 @@ class CausalMask(TaggedArray):
         if isinstance(item, tuple) and len(item) == 2 and item[0] is Ellipsis:
             is_start = isinstance(item[1], slice) and (item[1].start, item[1].step) == (None, None)
             if is_start and (item[1].stop or 0) >= 0:
-                return CausalMask.of(found, window=self.window)
+                return CausalMask.of(found, sees=self.sees)
         return found
 
 
@@ -106,7 +94,7 @@ class RotaryScores(TaggedArray):
 
     cache: AttendingCache
     queries: mx.array  # ``[B, H, L, rope]``, scaled already
-    window: int | None = None  # of the causal mask that was applied to the scores
+    sees: Causal = FULL  # by the causal mask that was applied to the scores
 
 
 _lock = Lock()
@@ -172,10 +160,10 @@ def _of_cache(
 ) -> mx.array | None:
     """The answer of the cache that the handles name; None: the gathered arrays have to be used."""
     if (is_implied or isinstance(mask, CausalMask)) and _is_pair(k, v):
-        window = k.cache.window if is_implied else mask.window
-        return k.cache.attend(Query(q, scale, window, sinks))
+        sees = k.cache.sees if is_implied else mask.sees
+        return k.cache.attend(Query(q, scale, sees, sinks))
     if isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
-        return mask.cache.attend(Query(q, scale, mask.window, sinks, mask.queries))
+        return mask.cache.attend(Query(q, scale, mask.sees, sinks, mask.queries))
     return None
 
 
@@ -208,8 +196,8 @@ def _is_latent(q: mx.array, k: KVHandle, v: mx.array, scores: RotaryScores) -> b
 def _where(condition: Any, x: Any, y: Any, /, **kwargs: Any) -> mx.array:
     result = mlx_where(condition, x, y, **kwargs)
     is_masking = isinstance(x, RotaryScores) and isinstance(condition, CausalMask)
-    if is_masking and x.window is None and _is_lowest(y, x.dtype):
-        return RotaryScores.of(result, cache=x.cache, queries=x.queries, window=condition.window)
+    if is_masking and x.sees.is_full and _is_lowest(y, x.dtype):
+        return RotaryScores.of(result, cache=x.cache, queries=x.queries, sees=condition.sees)
     return result
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged import ops
+from mlx_paged.attention.causal import Causal, causal
 from mlx_paged.attention.forward import LayerView, causal_mask
 from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
@@ -27,8 +28,8 @@ class StepView(LayerView):
 
     forward: PaddedBatch
 
-    def __init__(self, layer: PoolLayer, step: PaddedBatch, window: int | None) -> None:
-        super().__init__(layer.kv, 0, window, step.max_paged_queries, step, layer.backend)
+    def __init__(self, layer: PoolLayer, step: PaddedBatch, sees: Causal) -> None:
+        super().__init__(layer.kv, 0, sees, step.max_paged_queries, step, layer.backend)
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         handles = super().keys_and_values()
@@ -49,7 +50,7 @@ class StepView(LayerView):
 
     def _note_reads(self, *arrays: mx.array) -> None:
         """The next step may write to blocks that a window leaves and these arrays read."""
-        if self.window is not None and not ops.is_transforming():
+        if not self.sees.is_full and not ops.is_transforming():
             self.forward.reads = arrays
 
 
@@ -105,6 +106,11 @@ class PagedCache(AttendingCache, _BaseCache):
         self.layer = layer
         self.window = window
         self._set_rows(rows, starts)
+
+    @property
+    def sees(self) -> Causal:  # type: ignore[override]  # it follows `window`
+        """Which keys a query sees."""
+        return causal(self.window)
 
     @classmethod
     def of(cls, layer: PoolLayer, rows: Any, starts: Any, window: int | None = None) -> Self:
@@ -182,7 +188,7 @@ class PagedCache(AttendingCache, _BaseCache):
                 self.layer.check(keys, values)
             if step is None:
                 step = self.layer.pool.step(self.rows, self.ids, self._spans(columns))
-            self._latest = StepView(self.layer, step, self.window)
+            self._latest = StepView(self.layer, step, self.sees)
             handles = self._latest.append(keys, values)
             if handles is None:
                 self.layer.write(step, keys, values)
@@ -214,13 +220,13 @@ class PagedCache(AttendingCache, _BaseCache):
             raise ValueError("the cache is empty: expected one with tokens")
         if self._latest is None:
             step = self.layer.pool.step(self.rows, self.ids, PaddedSpans.of(self.starts, 0))
-            self._latest = StepView(self.layer, step, self.window)
+            self._latest = StepView(self.layer, step, self.sees)
         return self._latest.keys_and_values()
 
-    def mask(self, columns: int, window: int | None) -> mx.array:
+    def mask(self, columns: int, sees: Causal) -> mx.array:
         spans = self._spans(columns)
         positions = as_int32(np.array(spans.starts, np.int32)[:, None] + np.arange(columns))
-        return causal_mask(positions[:, None, :, None], spans.max_context, window)
+        return causal_mask(positions[:, None, :, None], spans.max_context, sees)
 
     # The attributes of mlx-lm's cache
 

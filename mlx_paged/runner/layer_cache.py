@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
+from mlx_paged.attention.causal import FULL, Causal
 from mlx_paged.attention.forward import Forward, LayerView
 from mlx_paged.attention.paths import max_paged_queries
 from mlx_paged.attention.sdpa_hook import KVHandle
@@ -46,11 +47,11 @@ class PagedLayerCache(LayerView, UntrimmedCache):
 
     offset: int | mx.array
 
-    def __init__(self, pool: KVPool, place: LayerPlace | None, window: int | None = None) -> None:
+    def __init__(self, pool: KVPool, place: LayerPlace | None, sees: Causal = FULL) -> None:
         """The cache of a layer at `place` in the pool; None: of a layer that stores nothing."""
         self.stores = place is not None
         self.place = place or LayerPlace(0, 0, 0)
-        super().__init__(pool, self.place.array, window, max_paged_queries())
+        super().__init__(pool, self.place.array, sees, max_paged_queries())
         self._is_written = False
         self._was_written = False  # before the call that only stored
         self.kept: list[mx.array] | None = None  # where `kept_handle` wants the next handle

@@ -12,6 +12,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.arguments import require
+from mlx_paged.attention.causal import FULL, Causal, causal, limits, widest
 from mlx_paged.attention.prewarm import AttentionKind
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
@@ -79,7 +80,7 @@ class ModelProfile:
             chunk. SINGLE if the model cannot compute a ragged batch.
         states: what its recurrent layers keep instead of K/V.
         attentions: the kinds of attention of its layers, each once.
-        windows: for each entry of `shapes` the tokens that a query sees at most; None: all.
+        sees: for each entry of `shapes` which tokens a query sees.
         last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
         embedding_rows: ids of the model's input are below it.
         logit_columns: tokens that the model can choose have ids below it.
@@ -92,7 +93,7 @@ class ModelProfile:
     batching: Batching
     states: StateProfile
     attentions: tuple[AttentionKind, ...]
-    windows: tuple[int | None, ...]
+    sees: tuple[Causal, ...]
     last_layer_narrows: bool
     embedding_rows: int
     logit_columns: int
@@ -113,26 +114,27 @@ class ModelProfile:
         return replace(self, shapes=shapes, attentions=tuple(kinds), states=states)
 
     def pool_plan(self, block_size: int, shares: bool = True) -> PoolPlan:
-        """How its layers share a pool; `shares`: whether also arrays, if their windows differ."""
-        return plan_pool(self.shapes, self.windows, block_size, shares)
+        """How its layers share a pool; `shares`: whether also arrays, if what they see differs."""
+        return plan_pool(self.shapes, limits(self.sees), block_size, shares)
 
     @property
     def read_bytes(self) -> list[tuple[int | None, int]]:
-        """Of each layer that stores K/V: its window, and the bytes of a token."""
-        layers = zip(self.windows, self.shapes, strict=True)
-        return [(window, shape.token_bytes) for window, shape in layers if shape is not None]
+        """Of each layer that stores K/V: how many tokens a query sees at most (None: all), and the
+        bytes of a token."""
+        layers = zip(limits(self.sees), self.shapes, strict=True)
+        return [(most, shape.token_bytes) for most, shape in layers if shape is not None]
 
 
 class _Recorder(AttendingCache, UntrimmedCache):
     """An empty cache that records what a layer stores and whether its attention can be diverted."""
 
-    def __init__(self, rows: int, window: int | None) -> None:
+    def __init__(self, rows: int, sees: Causal) -> None:
         self.rows = rows
-        self.window = None  # so that masks have the window that the model asks for
-        self.layer_window = window
+        self.sees = FULL  # so that masks are those that the model asks for
+        self.layer_sees = sees
         self.shape: KVShape | None = None
         self.attentions: list[AttentionKind] = []  # of all layers that attend to it
-        self.windows: set[int | None] = set()
+        self.seen: set[Causal] = set()  # by all attention to the layer's K/V
         self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
         self._is_narrowed = False
 
@@ -154,7 +156,7 @@ class _Recorder(AttendingCache, UntrimmedCache):
         keys = KVHandle.of(self.keys, cache=self, role="keys")
         return keys, RotaryHandle.of(self.values, cache=self, role="values")
 
-    def mask(self, columns: int, window: int | None) -> mx.array:
+    def mask(self, columns: int, sees: Causal) -> mx.array:
         return mx.broadcast_to(mx.tri(columns, dtype=mx.bool_), (self.rows, 1, columns, columns))
 
     def attend(self, query: Query) -> mx.array | None:
@@ -163,10 +165,10 @@ class _Recorder(AttendingCache, UntrimmedCache):
         if query.rotary is not None:
             rank, rope = shape.row_dims
             self.shape = shape = replace(shape, head_dim=rank + rope, v_head_dim=rank, latent=True)
-        window = query.window or self.layer_window
-        self.windows.add(window)
+        sees = self.layer_sees if query.sees.is_full else query.sees
+        self.seen.add(sees)
         has_sinks = query.sinks is not None
-        self.attentions.append(AttentionKind(shape, q.shape[1], q.dtype, window, has_sinks))
+        self.attentions.append(AttentionKind(shape, q.shape[1], q.dtype, sees, has_sinks))
         return mx.zeros((*q.shape[:3], shape.v_head_dim)) if self._is_narrowed else None
 
 
@@ -208,7 +210,7 @@ def probe(model: nn.Module) -> ModelProfile:
         batching=batching,
         states=StateProfile.of(states, diverts_states),
         attentions=tuple(dict.fromkeys(kinds)),
-        windows=tuple(map(_widest, recorded)),
+        sees=tuple(widest(s for r in pair for s in r.seen or [FULL]) for pair in recorded),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),
         embedding_rows=embedding_rows,
         logit_columns=logit_columns,
@@ -223,12 +225,6 @@ def _recorders(caches: Sequence[Any]) -> list[_Recorder]:
 
 def _watched(caches: Sequence[Any]) -> list[WatchedStates]:
     return [leaf for leaf in leaves(caches) if isinstance(leaf, WatchedStates)]
-
-
-def _widest(recorders: Sequence[_Recorder]) -> int | None:
-    """The widest window of all attention to a layer's K/V; None: it sees all tokens, or gathers."""
-    windows = [window for recorder in recorders for window in recorder.windows or (None,)]
-    return None if None in windows else max(w for w in windows if w is not None)
 
 
 def model_type(model: nn.Module) -> str:
@@ -254,7 +250,7 @@ def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
 
 def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
     return [
-        _convert(cache, lambda window: _Recorder(rows, window), WatchedStates.of)
+        _convert(cache, lambda sees: _Recorder(rows, sees), WatchedStates.of)
         for cache in make_prompt_cache(model)
     ]
 
@@ -359,7 +355,7 @@ def make_caches(model: nn.Module, pool: KVPool, places: Sequence[LayerPlace | No
     """The model's cache list with every K/V leaf replaced by a layer of the pool."""
     of_leaves = iter(places)
     return [
-        _convert(cache, lambda window: PagedLayerCache(pool, next(of_leaves), window))
+        _convert(cache, lambda sees: PagedLayerCache(pool, next(of_leaves), sees))
         for cache in make_prompt_cache(model)
     ]
 
@@ -374,7 +370,7 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def _convert(cache: Any, make: Any, make_states: Any = None) -> Any:
-    """`cache` with each K/V leaf replaced by ``make(window)``, and recurrent states, if asked for,
+    """`cache` with each K/V leaf replaced by ``make(sees)``, and recurrent states, if asked for,
     by ``make_states(states)``."""
     kind = getattr(cache, "stock_class", type(cache))  # under the patch, a paged one
     if kind is stock.CacheList:
@@ -382,8 +378,8 @@ def _convert(cache: Any, make: Any, make_states: Any = None) -> Any:
     if kind is stock.ArraysCache:
         return cache if make_states is None else make_states(cache)
     if kind in (stock.KVCache, stock.ConcatenateKVCache, stock.ChunkedKVCache):
-        return make(None)
+        return make(FULL)
     if kind is stock.RotatingKVCache and cache.keep == 0:
-        return make(cache.max_size)
+        return make(causal(cache.max_size))
     name = f"{kind.__name__}(keep={cache.keep})" if hasattr(cache, "keep") else kind.__name__
     raise UnsupportedModelError(f"cache class {name} cannot be paged")

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from mlx_paged import UnsupportedModelError, _ext, ops
 from mlx_paged.attention import prewarm as prewarming
+from mlx_paged.attention.causal import FULL, causal, limits
 from mlx_paged.attention.prewarm import AttentionKind, prewarm
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.shapes import KVShape
@@ -53,7 +54,7 @@ class Architecture:
     profile: ModelProfile
 
     def pool_plan(self, block_size: int) -> PoolPlan:
-        return plan_pool(self.profile.shapes, self.profile.windows, block_size)
+        return plan_pool(self.profile.shapes, limits(self.profile.sees), block_size)
 
 
 def architectures() -> Iterator[Architecture]:
@@ -82,8 +83,8 @@ def _real_sizes(kind: AttentionKind) -> Iterator[AttentionKind]:
                 shape, n_kv_heads=1 if shape.latent else 2, head_dim=k_dim, v_head_dim=v_dim
             )
             num_heads = sized.n_kv_heads * group
-            window = None if kind.window is None else 128
-            yield replace(kind, shape=sized, num_heads=num_heads, window=window)
+            sees = FULL if kind.sees.is_full else causal(128)
+            yield replace(kind, shape=sized, num_heads=num_heads, sees=sees)
 
 
 def in_dtype(kind: AttentionKind, dtype: mx.Dtype) -> AttentionKind:

@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step
 
 from mlx_paged import Engine, ops
 from mlx_paged.attention import forward
+from mlx_paged.attention.causal import FULL, causal
 from mlx_paged.attention.forward import (
     Chunk,
     Forward,
@@ -55,7 +56,7 @@ def pool_of(case) -> KVPool:
 
 
 def query_of(case) -> Query:
-    return Query(case.q, case.scale, case.options.get("window"), case.options.get("sinks"))
+    return Query(case.q, case.scale, causal(case.options.get("window")), case.options.get("sinks"))
 
 
 def attended(case, limit: int, chunks=()) -> mx.array | None:
@@ -115,7 +116,7 @@ def test_rows_of_a_padded_forward_are_gathered_one_by_one_if_long(path, columns,
     spans = PaddedSpans.of((contexts - columns).tolist(), columns)
     with attending_by(path):
         step = PaddedBatch((0, 1, 2), spans, np.array(case.block_tables), BLOCK, range(3))
-        view = LayerView(pool, 0, None, step.max_paged_queries, step)
+        view = LayerView(pool, 0, FULL, step.max_paged_queries, step)
         out = view.attend(query_of(case))
     assert path_counts == {path: num_calls}
     assert_like_float64(out, case)
@@ -269,7 +270,7 @@ def ragged_views(limit: int, window: int | None = None):
     )
     expected, _ = case.expected()
     wanted = [expected[i, :, 9 - n :].transpose(1, 0, 2) for i, n in enumerate(lengths)]
-    return view, Query(q, case.scale, window, None), np.concatenate(wanted)[:, :, None]
+    return view, Query(q, case.scale, causal(window), None), np.concatenate(wanted)[:, :, None]
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -311,17 +312,17 @@ def test_layers_share_what_a_chunk_is_gathered_by(window):
     view, query, _ = ragged_views(0, window)
     view.attend(query)
     *_, chunk = view.forward.chunks
-    first = chunk.keys(window, 2, BLOCK)
+    first = chunk.keys(causal(window), 2, BLOCK)
     view.attend(query)
-    assert chunk.keys(window, 2, BLOCK) is first
-    assert chunk.keys(window, 4, BLOCK).wanted[2].shape[1] == 4
-    assert chunk.keys(chunk.stop, 2, BLOCK) is chunk.keys(None, 2, BLOCK)
+    assert chunk.keys(causal(window), 2, BLOCK) is first
+    assert chunk.keys(causal(window), 4, BLOCK).wanted[2].shape[1] == 4
+    assert chunk.keys(causal(chunk.stop), 2, BLOCK) is chunk.keys(FULL, 2, BLOCK)
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_the_number_of_gathered_blocks_is_even_and_the_added_ones_are_the_last_again(window):
     chunk = Chunk(0, 100, 44, mx.arange(7, 43))  # 36 blocks of 4 tokens
-    table, num_keys, runs = chunk.keys(window, 2, BLOCK).wanted
+    table, num_keys, runs = chunk.keys(causal(window), 2, BLOCK).wanted
     first = 0 if window is None else 61 // BLOCK
     blocks = [*range(7 + first, 43)]
     added = [42] * (even_length(36 - first) - len(blocks))
@@ -367,7 +368,7 @@ def test_an_unknown_path_costs_one_warning_and_nothing_else():
 def test_a_mask_shows_the_keys_up_to_a_query_and_within_its_window(window, first):
     queries, keys = np.arange(5, 11)[:, None], np.arange(first, 11)[None]
     expected = (keys <= queries) & (keys > queries - (window or 100))
-    mask = causal_mask(mx.array(queries), 11, window, first)
+    mask = causal_mask(mx.array(queries), 11, causal(window), first)
     np.testing.assert_array_equal(np.array(mask), expected)
 
 
@@ -395,12 +396,12 @@ def test_long_chunks_of_wide_heads_are_one_call_of_matrix_units(
     monkeypatch.setattr(forward, "mlx_attention", attention)
     monkeypatch.setattr(forward, "SCORES", 8 * 2048 * 600)
     pool = KVPool([KVShape(8, 256, 256, dtype)], 128, 16)
-    layer = LayerView(pool, 0, window)
+    layer = LayerView(pool, 0, causal(window))
     chunk = Chunk(0, 2048 - length, length, mx.arange(128))
     gpu(architecture)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     q = mx.zeros((1, 8, length, 256), dtype)
-    layer.gathered_chunk(Query(q, 1.0, window, None), chunk)
+    layer.gathered_chunk(Query(q, 1.0, causal(window), None), chunk)
     assert len(seen) == calls and sum(seen) == length
 
 
@@ -421,6 +422,6 @@ def test_a_gathered_chunk_transforms_its_queries_and_outputs_alone(kv_bits, monk
         return hadamard(array)
 
     monkeypatch.setattr(ops, "hadamard", counted)
-    got = layer.gathered_chunk(Query(q, 0.125, None, None), chunk)
+    got = layer.gathered_chunk(Query(q, 0.125, FULL, None), chunk)
     assert transformed == [q.shape, q.shape]
     np.testing.assert_allclose(np.array(got), np.array(want), atol=2e-6)

@@ -9,6 +9,7 @@ import pytest
 
 from mlx_paged import Engine, _ext, ops
 from mlx_paged.attention import prewarm
+from mlx_paged.attention.causal import FULL, causal
 from mlx_paged.attention.sdpa_hook import Query
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.shapes import KVShape
@@ -32,23 +33,23 @@ def test_a_cpu_compiles_nothing_and_says_so():
 
 def test_layers_that_share_a_pipeline_count_once():
     (kind,) = probe(tiny_model("llama")).attentions
-    assert (kind.num_heads, kind.shape.n_kv_heads, kind.window, kind.has_sinks) == (
+    assert (kind.num_heads, kind.shape.n_kv_heads, kind.sees.window, kind.has_sinks) == (
         4,
         2,
         None,
         False,
     )
     kinds = probe(tiny_model("gpt_oss")).attentions
-    assert {(kind.window, kind.has_sinks) for kind in kinds} == {(12, True), (None, True)}
+    assert {(kind.sees.window, kind.has_sinks) for kind in kinds} == {(12, True), (None, True)}
 
 
 def test_every_attention_to_a_cache_of_several_layers_counts():
-    cache = _Recorder(1, None)
+    cache = _Recorder(1, FULL)
     rows = mx.zeros((1, 2, 3, 8))
     cache.update_and_fetch(rows, rows)
     for heads, window in ((2, None), (4, 12)):
-        cache.attend(Query(mx.zeros((1, heads, 3, 8)), 1.0, window, None))
-    assert [(kind.num_heads, kind.window) for kind in cache.attentions] == [(2, None), (4, 12)]
+        cache.attend(Query(mx.zeros((1, heads, 3, 8)), 1.0, causal(window), None))
+    assert [(kind.num_heads, kind.sees.window) for kind in cache.attentions] == [(2, None), (4, 12)]
 
 
 def pipelines(call: dict[str, Any]) -> set[str]:
@@ -68,7 +69,7 @@ def test_every_plan_of_attention_was_dispatched(
     sequences that share keys."""
     kv_heads = 1 if latent else 2
     shape = KVShape(kv_heads, head_dim, head_dim - 16 * latent, mx.float16, latent)
-    kind = prewarm.AttentionKind(shape, kv_heads * group, mx.float16, window, False)
+    kind = prewarm.AttentionKind(shape, kv_heads * group, mx.float16, causal(window), False)
     dispatched: list[dict[str, Any]] = []
 
     def attend(q, kv, is_known, **options):
@@ -120,7 +121,7 @@ def test_every_plan_of_attention_was_dispatched(
 def test_heads_without_a_kernel_have_nothing_to_dispatch(gpu, monkeypatch):
     monkeypatch.delattr(ops, "attend")
     shape = KVShape(1, 65, 65, mx.float16)
-    kind = prewarm.AttentionKind(shape, 1, mx.float16, None, False)
+    kind = prewarm.AttentionKind(shape, 1, mx.float16, FULL, False)
     assert prewarm.prewarm([kind], 16) is not None
 
 

@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
 from mlx_paged import Engine, patched_mlx_lm
+from mlx_paged.attention.causal import FULL, causal
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
     CausalMask,
@@ -29,7 +30,7 @@ from tests.support.ops.paged_cases import memory_limit
 class FakeCache(AttendingCache):
     """A cache that notes how it was asked."""
 
-    window = None
+    sees = FULL
 
     def __init__(self, answer: mx.array | None = None) -> None:
         self.answer = answer
@@ -37,11 +38,11 @@ class FakeCache(AttendingCache):
         self.rotary_queries: list[mx.array] = []
 
     def attend(self, query):
-        self.asked.append((query.scale, query.window))
+        self.asked.append((query.scale, query.sees.window))
         self.rotary_queries.append(query.rotary)
         return self.answer
 
-    def mask(self, columns, window):
+    def mask(self, columns, sees):
         return mx.array([[[[True, False, False]]]])
 
 
@@ -60,7 +61,7 @@ def attention(*args, **kwargs):
 
 def test_a_pair_of_handles_is_answered_by_its_cache():
     cache = FakeCache(answer=mx.array(7.0))
-    mask = CausalMask.of(mx.array(True), window=5)
+    mask = CausalMask.of(mx.array(True), sees=causal(5))
     with attention_hook():
         assert attention(*handles(cache), scale=0.5, mask=mask).item() == 7.0
         assert attention(*handles(cache), scale=0.25).item() == 7.0
@@ -145,7 +146,7 @@ def test_rotary_scores_and_latents_of_one_cache_are_answered_by_it(masked):
     with attention_hook():
         scores = case.scores()
         if masked:
-            scores = mx.where(CausalMask.of(MASK, window=5), scores, LOWEST)
+            scores = mx.where(CausalMask.of(MASK, sees=causal(5)), scores, LOWEST)
         assert attention(case.q, case.latents, case.latents, scale=0.3, mask=scores).item() == 7
     assert cache.asked == [(0.3, 5 if masked else None)]
     assert mx.array_equal(cache.rotary_queries[0], case.q_pe)
@@ -155,8 +156,8 @@ def test_rotary_scores_and_latents_of_one_cache_are_answered_by_it(masked):
     "change",
     [
         lambda scores: mx.where(MASK, scores, LOWEST),
-        lambda scores: mx.where(CausalMask.of(MASK, window=None), scores, 0.5),
-        lambda scores: mx.where(CausalMask.of(MASK, window=None), scores, mx.zeros((1, 2, 1, 3))),
+        lambda scores: mx.where(CausalMask.of(MASK, sees=FULL), scores, 0.5),
+        lambda scores: mx.where(CausalMask.of(MASK, sees=FULL), scores, mx.zeros((1, 2, 1, 3))),
         lambda scores: scores + 1.0,
         lambda scores: mx.maximum(scores, 0.0),
         lambda scores: scores[:, ::-1],
@@ -197,7 +198,7 @@ def test_handles_copy_nothing():
     mx.eval(array)
     with memory_limit(array.nbytes // 2):
         handle = KVHandle.of(array, cache=FakeCache(), role="keys")
-        mask = CausalMask.of(array, window=None)
+        mask = CausalMask.of(array, sees=FULL)
         mx.eval(handle, mask)
     assert mx.array_equal(handle, array)
 

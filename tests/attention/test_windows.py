@@ -7,6 +7,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged import Engine
+from mlx_paged.attention.causal import FULL, causal
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.runner.model_probe import probe
@@ -40,7 +41,7 @@ def poison_free_blocks(engine: Engine) -> None:
 
 @pytest.mark.parametrize("windows", [(12, 12), (12, 20), (12, None), (None,)])
 def test_each_layer_has_its_own_window(windows):
-    assert probe(windowed(*windows)).windows == windows
+    assert probe(windowed(*windows)).sees == tuple(map(causal, windows))
 
 
 @pytest.mark.sampled(24)
@@ -160,4 +161,4 @@ def test_a_layer_whose_decodes_gather_keeps_all_tokens(monkeypatch):
         return whole(q, k, v, *args, **options)
 
     monkeypatch.setattr(llama, "scaled_dot_product_attention", gathering_decodes)
-    assert probe(windowed(12)).windows == (None,)
+    assert probe(windowed(12)).sees == (FULL,)

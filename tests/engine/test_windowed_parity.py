@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from mlx_paged import UnsupportedModelError
+from mlx_paged.attention.causal import causal
 from mlx_paged.attention.forward import LayerView
 from mlx_paged.kv.allocator import BlockAllocator
 from scripts.windowed_parity import (
@@ -88,8 +89,8 @@ def change_windows(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int 
     whole = LayerView.through_tables
 
     def through_tables(view, query, *args):
-        window = query.window and change(query.window)
-        return whole(view, query._replace(window=window), *args)
+        window = query.sees.window and change(query.sees.window)
+        return whole(view, query._replace(sees=causal(window)), *args)
 
     monkeypatch.setattr(LayerView, "through_tables", through_tables)
 

@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+from mlx_paged.attention.causal import FULL
 from mlx_paged.attention.prewarm import AttentionKind
 from mlx_paged.kv.memory import LONG_PROMPT, default_cache_limit
 from mlx_paged.kv.shapes import KVShape
@@ -151,7 +152,7 @@ def test_partial_results_of_split_contexts_are_counted(dims):
         shape = KVShape(random.choice([1, 2, 8]), dims, dims, mx.float16)
         heads, decodes = shape.n_kv_heads * random.choice([1, 4, 8]), random.choice([0, 1, 8, 32])
         num_tokens = decodes + (chunk := int(2 ** random.uniform(0, 9)))
-        kinds = (AttentionKind(shape, heads, mx.float16, None, False),)
+        kinds = (AttentionKind(shape, heads, mx.float16, FULL, False),)
         profile = replace(of_llama, attentions=kinds)
         tables = decodes + random.randint(1, min(chunk, 4)), random.randint(1, LONG_PROMPT // 16)
         size = scratch_bytes((num_tokens, heads, 1, dims), shape, tables, decodes)

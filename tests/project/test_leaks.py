@@ -21,7 +21,7 @@ CORE = {
     "profiling": 1,
     "kv_bits": 3,
     "states": 3,
-    "windows": 8,
+    "windows": 3,
     "cascade": 2,
     "compiled": 3,
 }

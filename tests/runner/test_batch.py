@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged.attention.causal import FULL, causal
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout
@@ -134,8 +135,8 @@ def test_the_mask_of_sampled_rows_is_theirs_in_the_batchs_mask():
     _, batch = mixed_batch()
     [rows] = batch.sampled_alone()
     for window in (None, 3):
-        whole = np.array(batch.forwards[0].mask(1, window))[batch.sampled_rows.tolist()]
-        assert np.array_equal(np.array(rows.mask(1, window)), whole)
+        whole = np.array(batch.forwards[0].mask(1, causal(window)))[batch.sampled_rows.tolist()]
+        assert np.array_equal(np.array(rows.mask(1, causal(window))), whole)
 
 
 def test_only_rows_that_yield_a_token_are_sampled():
@@ -153,7 +154,7 @@ def test_a_chunk_layout_holds_one_sequence():
     assert (chunk.first, chunk.start, chunk.length) == (0, 4, 5)
     assert forward.block_tables.tolist() == [allocator.table(0).tolist()]
     assert forward.context_lens.tolist() == [9]
-    assert forward.mask(2, None).tolist() == [[[[True] * 8 + [False], [True] * 9]]]
+    assert forward.mask(2, FULL).tolist() == [[[[True] * 8 + [False], [True] * 9]]]
     assert batch.sampled_rows.tolist() == [4]
 
 
@@ -163,9 +164,9 @@ def test_masks_are_causal_within_the_window():
     positions = np.array(forward.positions)[:, None]
     keys = np.arange(forward.max_context)[None]
     assert forward.max_context == 11
-    np.testing.assert_array_equal(np.array(forward.mask(1, None))[:, 0, 0], keys <= positions)
+    np.testing.assert_array_equal(np.array(forward.mask(1, FULL))[:, 0, 0], keys <= positions)
     windowed = (keys <= positions) & (keys > positions - 3)
-    np.testing.assert_array_equal(np.array(forward.mask(1, 3))[:, 0, 0], windowed)
+    np.testing.assert_array_equal(np.array(forward.mask(1, causal(3)))[:, 0, 0], windowed)
 
 
 def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_paged.attention.causal import limits
 from mlx_paged.options import KVBits
 from mlx_paged.runner.model_probe import leaves, probe
 from tests.support.models.architectures import VOCAB, build
@@ -38,7 +39,7 @@ def limits_of(model: Any) -> set[int]:
     caches = list(leaves(make_prompt_cache(model)))
     rotating = {cache.max_size for cache in caches if isinstance(cache, RotatingKVCache)}
     chunked = {cache.chunk_size for cache in caches if isinstance(cache, ChunkedKVCache)}
-    return rotating | chunked | {window for window in probe(model).windows if window}
+    return rotating | chunked | {w for w in limits(probe(model).sees) if w}
 
 
 class Reference:

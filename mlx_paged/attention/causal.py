@@ -1,0 +1,88 @@
+"""Which keys a query sees: all up to its own position, or the last ones of these, a window."""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+
+class Causal:
+    """Which keys a query sees. There is one object for each window (:func:`causal`), so objects are
+    compared by identity.
+
+    Attributes:
+        window: keys that a query sees at most, its own included; None: all up to its own.
+        is_full: whether it sees all of these.
+        options: as arguments of ``paged_attention``.
+    """
+
+    __slots__ = ("is_full", "options", "window")
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
+        self.is_full = window is None
+        self.options: dict[str, Any] = {"window": window}
+
+    def __repr__(self) -> str:
+        return f"causal({self.window})"
+
+    def narrowed(self, other: "Causal") -> "Causal":
+        """The keys that a query sees by both."""
+        if self.window is None or other.window is None:
+            return other if self.window is None else self
+        return self if self.window <= other.window else other
+
+    def within(self, num_keys: int) -> "Causal":
+        """The same of the first `num_keys` keys, where a longer window hides none."""
+        return FULL if self.window is not None and self.window >= num_keys else self
+
+    def first_key(self, position: int) -> int:
+        """Position of the first key that a query at a position sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def are_near(self, keys: mx.array, queries: mx.array) -> mx.array:
+        """Which keys at these positions are not too far before queries at these positions."""
+        assert self.window is not None, "all are"
+        return keys > queries - self.window
+
+    def or_long(self, window: int) -> list["Causal"]:
+        """This and, if it is a window, one of another length."""
+        return [self] if self.is_full else [self, causal(window)]
+
+
+@cache
+def causal(window: int | None) -> Causal:
+    """Which keys a query sees that sees at most `window` keys, its own included; None: all."""
+    return Causal(window)
+
+
+FULL = causal(None)
+
+
+def limits(kinds: Iterable[Causal]) -> list[int | None]:
+    """The windows: of each the keys that a query sees at most, None: all."""
+    return [kind.window for kind in kinds]
+
+
+def widest(kinds: Iterable[Causal]) -> Causal:
+    """The one of these by which a query sees the most keys."""
+    windows = limits(kinds)
+    return FULL if None in windows else causal(max(w for w in windows if w is not None))
+
+
+class MakesMasks:
+    """A cache that makes the masks of its layer, as models of mlx-lm ask for them."""
+
+    sees: Causal
+    """Which keys a query of the layer sees."""
+
+    def causal_mask(self, columns: int, sees: Causal) -> mx.array:
+        """The mask of `columns` tokens by which each sees these keys."""
+        raise NotImplementedError
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> "mx.array | str | None":
+        """The mask of N tokens; its window is the smaller one of the layer's and `window_size`."""
+        return self.causal_mask(N, causal(window_size).narrowed(self.sees))
