@@ -69,7 +69,9 @@ FEATURES = {
     ),
     "disk": Feature(("kv_disk",), ("*tier*", "*disk*"), at_home=("scheduler/tier.py",)),
     "images": Feature(
-        ("vision",), ("*image*", "*sight*", "*eyes*", "*vision*", "seen_keys", "SeenPrompt")
+        ("vision",),
+        ("*image*", "*sight*", "*eyes*", "*vision*", "seen_keys", "SeenPrompt"),
+        at_home=("prompt.py",),
     ),
     "ranks": Feature(
         ("runner/ranks.py", "runner/links.py", "runner/plan.py"),

@@ -15,7 +15,7 @@ CORE = {
     "beyond": 3,
     "grammars": 2,
     "disk": 4,
-    "images": 4,
+    "images": 3,
     "ranks": 1,
     "beams": 3,
     "profiling": 1,
