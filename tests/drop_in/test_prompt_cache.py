@@ -10,7 +10,7 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_causal_mask
 
-from mlx_paged.attention.causal import FULL
+from mlx_paged.attention.causal import FULL, causal
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
 from mlx_paged.drop_in.base_cache import StepView
@@ -321,7 +321,7 @@ def test_layers_may_attend_to_what_another_layer_wrote(llama, window):
     expected = mlx_attention(q, keys, values, scale=0.2, mask=seen)
     full.trim(1)
     full.update_and_fetch(keys[:, :, -1:], values[:, :, -1:])
-    latest = StepView(full.layer, full.rows[0].step, window)
+    latest = StepView(full.layer, full.rows[0].step, causal(window))
     for mask in (None, "causal", CausalMask.of(seen, sees=FULL)):
         out = attend(q, *latest.keys_and_values(), scale=0.2, mask=mask)
         assert mx.allclose(out, expected, atol=1e-5)
