@@ -15,7 +15,6 @@ from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.request import FinishReason
 from mlx_paged.runner.pooled_model import PooledModel
-from mlx_paged.runner.processes import Processes
 
 
 class ModelCore(EngineCore):
@@ -23,6 +22,7 @@ class ModelCore(EngineCore):
 
     def __init__(self, parts: EngineParts, **options: Any) -> None:
         self._models, self.ledger = parts.models, parts.ledger
+        self._processes = parts.models.processes
         runner, instruments = parts.models.runner, parts.instruments
         super().__init__(parts.scheduler, runner, parts.stats, instruments=instruments, **options)
         if parts.models.adapters is not None:
@@ -32,11 +32,6 @@ class ModelCore(EngineCore):
     def manager(self) -> PooledModel:
         """The model's pool of K/V blocks and their allocator."""
         return self._models.pooled
-
-    @property
-    def processes(self) -> Processes:
-        """The processes that compute the model."""
-        return self._models.processes
 
     @property
     def memory_budget(self) -> MemoryBudget:

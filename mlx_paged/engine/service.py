@@ -93,7 +93,7 @@ class EngineService:
             self._thread.start()
             self._begun.result()
             self._started = True
-            self._listeners = self._engine.processes.listeners
+            self._listeners = self._engine._processes.listeners
             self._listeners.append(self._fail)
             atexit.register(self.close)  # no thread may be inside MLX when the process exits
         return self

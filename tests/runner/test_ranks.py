@@ -205,8 +205,8 @@ def test_few_tokens_are_summed_as_so_many_numbers_as_there_are_ranks(monkeypatch
 def test_a_closed_service_hears_nothing_of_the_ranks():
     engine = Engine(tiny_model("llama"), num_blocks=8)
     with service.EngineService(engine) as running:
-        assert engine.processes.listeners == [running._fail]
-    assert engine.processes.listeners == []
+        assert engine._processes.listeners == [running._fail]
+    assert engine._processes.listeners == []
 
 
 @pytest.mark.slow
