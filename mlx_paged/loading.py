@@ -15,7 +15,7 @@ from mlx_paged.cli import demo_model_path, flag_of
 from mlx_paged.launched import rank
 from mlx_paged.model_folders import check_model
 from mlx_paged.option_kinds import Option, PathOrAuto
-from mlx_paged.options import DEFAULTS, OF_ONE_MODEL, OPTIONS
+from mlx_paged.options import OF_ONE_MODEL, OPTIONS
 from mlx_paged.runner.positions import positions
 from mlx_paged.vision.host import load_seeing
 
@@ -43,9 +43,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: a model that cannot be loaded.
     """
     options = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
-    for name, default in DEFAULTS.items():  # of flags that were not given
-        if default is not None and options.get(name, default) is None:
-            del options[name]
+    for name, option in OPTIONS.items():  # a flag that was not given leaves the option's default
+        if option.flag is not None and option.flag.default is None and options.get(name) is None:
+            options.pop(name, None)
     for name, value in options.items():
         if value is not None:
             options[name] = _loaded(OPTIONS[name], value, args.model)
