@@ -4,10 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import llama
+from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged import Engine
-from mlx_paged.attention.causal import FULL, causal
+from mlx_paged.attention.causal import FULL, causal, widest
+from mlx_paged.attention.forward import causal_mask
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.runner.model_probe import probe
@@ -162,3 +164,16 @@ def test_a_layer_whose_decodes_gather_keeps_all_tokens(monkeypatch):
 
     monkeypatch.setattr(llama, "scaled_dot_product_attention", gathering_decodes)
     assert probe(windowed(12)).sees == (FULL,)
+
+
+def test_the_smaller_window_of_a_layer_and_its_mask_counts():
+    """As mlx-lm's masks say, one after the other."""
+    queries = mx.arange(9)[:, None]
+    for windows in [(5, 3), (3, 5), (4, 4), (None, 3), (3, None), (None, None)]:
+        first, second = map(causal, windows)
+        masks = [create_causal_mask(9, window_size=window) for window in windows]
+        found = causal_mask(queries, 9, first.narrowed(second))
+        assert mx.array_equal(found, masks[0] & masks[1]), windows
+    assert widest([causal(3), causal(5)]) is causal(5) and widest([causal(3), FULL]) is FULL
+    assert causal(9).within(9) is FULL and causal(8).within(9) is causal(8)
+    assert [causal(3).first_key(p) for p in (0, 2, 3)] == [0, 0, 1]

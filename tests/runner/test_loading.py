@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub.utils import hf_raise_for_status
 
 from mlx_paged import loading
+from mlx_paged.generate.flags import make_parser
 
 
 def ops_of_the_random_state() -> int:
@@ -77,3 +78,13 @@ def test_the_reason_of_a_hub_is_shown(monkeypatch, status, code, message, expect
     with pytest.raises(ValueError) as raised:
         loading.load_model("meta/llama")
     assert str(raised.value) == f"model meta/llama: not here and not from the hub {expected}"
+
+
+def test_what_belongs_to_the_model_of_the_flags_is_no_other_models():
+    given = ["--kv-disk", "d", "--kv-disk-gb", "3", "--adapter", "a=b", "--max-running", "7"]
+    args = make_parser().parse_args(["-p", "x", *given])
+    options = loading.engine_options(args)
+    assert (options["kv_disk"], options["kv_disk_gb"], options["adapters"]) == ("d", 3, {"a": "b"})
+    others = loading.engine_options(loading.of_another_model(args))
+    assert (others["kv_disk"], others["adapters"]) == (None, None) and "kv_disk_gb" not in others
+    assert options["max_running"] == others["max_running"] == 7
