@@ -21,6 +21,10 @@ MOST_BEHIND = 16  # a request whose states are further behind gets no drafts
 SUREST = 1 - 1e-9  # highest likelihood: the first of two drafts of a request always counts more
 
 
+_Plain = tuple[StepWork, float, float]
+"""A step without drafts, its seconds, and those of one draft more."""
+
+
 class Drafter(Protocol):
     """Guesses the next tokens of requests."""
 
@@ -84,6 +88,7 @@ class Speculation:
         self.num_computed = self.num_right = self._num_plans = 0
         most = max(each.num_tokens for each in drafters)
         self.by_depth = [[0, 0] for _ in range(most)]
+        self._predicted: _Plain | None = None  # of this step, until its depths are known
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
@@ -104,6 +109,7 @@ class Speculation:
         if self._rest:
             self._rest -= 1
             return decodes
+        self._predicted = None
         depths = self._depths(self._likelihoods(decodes))
         self.reads_first = bool(depths)
         self._num_vain = 0 if depths else self._num_vain + bool(decodes)
@@ -177,7 +183,8 @@ class Speculation:
 
     def _choose(self, likely: dict[Request, tuple[float, ...]], able: set[Request]) -> None:
         """Replace a request's likelihood where another drafter's guesses are worth more."""
-        _, seconds, of_draft = self._plain(likely)
+        self._predicted = self._plain(likely)
+        _, seconds, of_draft = self._predicted
         rate = len(likely) / seconds if seconds else 0.0
 
         def worth(offer: tuple[Drafter, tuple[float, ...]]) -> float:
@@ -197,7 +204,8 @@ class Speculation:
     def _depths(self, likely: dict[Request, tuple[float, ...]]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""
         count, cost = len(likely), self._budget.cost
-        plain, seconds, of_draft = self._plain(likely)
+        plain, seconds, of_draft = self._predicted or self._plain(likely)
+        self._predicted = None
         hopeful = [request for request, shares in likely.items() if shares and shares[0] > 0]
         if not seconds or not hopeful:
             return {}
@@ -242,7 +250,7 @@ class Speculation:
             best = best // 2
         return {r: depth for r, depth in zip(hopeful, best.tolist(), strict=True) if depth}
 
-    def _plain(self, decodes: Collection[Request]) -> tuple[StepWork, float, float]:
+    def _plain(self, decodes: Collection[Request]) -> _Plain:
         """A step of these without drafts, its seconds, and those of one draft more."""
         late, cost = sum(map(self._behind, decodes)), self._budget.cost
         context = sum(request.num_computed for request in decodes)

@@ -162,6 +162,28 @@ def test_the_pool_and_the_weights_of_a_head_are_part_of_the_budget(tmp_path):
     assert rooms[0] == rooms[1] > 0
 
 
+def test_requests_get_the_room_that_the_head_s_keys_leave(tmp_path):
+    """The pool of the model and that of the head have the same tokens, within one bound."""
+    target, options = tiny_model("llama"), {"block_size": 4, "kv_memory": 60_000}
+    plain = Engine(target, **options)
+    headed = Engine(target, draft_head=random_head(target), **options)
+    rooms = []
+    for engine in (plain, headed):
+        blocks = engine.manager.pool.num_blocks // engine.manager.plan.width
+        rooms.append(4 * blocks)
+        sizes = [4 * each.plan.width * each.pool.block_bytes for each in engine._models.both]
+        assert blocks == 60_000 // (sum(sizes) // 4)
+    assert rooms[1] < rooms[0]
+    too_long = prompt(rooms[1] + 1)
+    with pytest.raises(ValueError, match="blocks"):
+        headed.add_request(too_long, max_tokens=1)
+    assert len(plain.generate([too_long], max_tokens=1)[0].tokens) == 1
+    take_every_guess(headed.scheduler.proposals)
+    (done,) = headed.generate([prompt(rooms[1] - 8)], max_tokens=8, ignore_eos=True)
+    assert len(done.tokens) == 8
+    assert sum(each.pool.nbytes for each in headed._models.both) <= 60_000
+
+
 def test_n_grams_and_a_head_draft_beside_each_other(tmp_path):
     """Guesses of n-grams replace those of the head where the text repeats itself."""
     watched = Watched(tmp_path, speculate="ngram", num_draft_tokens=2)

@@ -445,3 +445,18 @@ def test_an_ended_request_is_forgotten_by_all_drafters():
     finish(scheduler, scheduler.schedule())
     scheduler.complete(request)
     assert [each.dropped for each in drafters] == [[0], [0]]
+
+
+def test_a_step_is_predicted_once_for_all_drafters():
+    """And anew for each step, whose requests may be others."""
+    scheduler = scheduler_with(Priced(OWN, 0.6, 0.0), Priced(OTHER, 0.9, 0.0))
+    started(scheduler, 5, 9)
+    predicted, plain = [], scheduler.proposals._plain
+    scheduler.proposals._plain = lambda decodes: predicted.append(len(decodes)) or plain(decodes)
+    for num_running in (2, 2, 1):
+        step = scheduler.schedule()
+        assert len(step.spans) == num_running and any(span.drafts for span in step.spans)
+        finish(scheduler, step)
+        if len(predicted) == 2:
+            scheduler.complete(next(iter(scheduler.running.values())))
+    assert predicted == [2, 2, 1]
