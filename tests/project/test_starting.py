@@ -56,6 +56,7 @@ MISTAKES = {
         ("-p x --model README.md", "model README.md: it is a file: expected a folder with config"),
         ("-p x --draft-model docs", "--draft-model: model docs: it has no config.json"),
         ("-p x --speculate ngram --draft-model x/y", "--speculate is given beside --draft-model"),
+        ("-p x --draft-model a/b --draft-head x", "--draft-model is given beside --draft-head"),
         ("-p x --num-draft-tokens 5", "--num-draft-tokens is given: expected --draft-model"),
         ("-p x --draft-head auto", "--draft-head is auto: expected --model, whose folder has the"),
         ("-p x --kv-disk README.md", "--kv-disk README.md: it is a file: expected a directory"),

@@ -337,6 +337,22 @@ class Pair:
         self.own.free(request.id)
 
 
+@pytest.mark.parametrize("guesses", [(), (7,), (7, 8, 9)])
+def test_guesses_of_a_span_reach_the_others(guesses):
+    allocator = BlockAllocator(16, 4)
+    writer, reader = PlanWriter(allocator), PlanReader(MirroredAllocator(allocator))
+    request = Request(0, [1, 2, 3, 4, 5], SamplingParams(), 0)
+    allocator.admit(0, 5)
+    stop = 5 + len(guesses)
+    planning = Planning()
+    planning.copies += allocator.make_writable(0, 4, stop)
+    move = allocator.advance(0, 4, stop, is_sure=False)
+    planning.add(Span.of(request, 4, stop, True, move, drafts=guesses))
+    [span] = reader.read(writer.write(planning.step(), False))[0].spans
+    assert (span.samples, span.drafts, span.own_stop) == (1 + len(guesses), guesses, 5)
+    assert span.known == [5, *guesses]
+
+
 def test_entries_of_several_blocks_are_the_same_blocks():
     pair = Pair((LayerGroup(None, 1), LayerGroup(12, 3)))
     request = pair.admit(1, 9)
