@@ -12,6 +12,7 @@ from mlx_paged.formats.thoughts import NONE, STYLES
 from mlx_paged.option_kinds import Kind, read_number
 from mlx_paged.options import Policy
 from mlx_paged.protocol.fields import MAX_SAMPLES
+from mlx_paged.protocol.model_paths import DEFAULT
 from mlx_paged.server import keys, tls
 from mlx_paged.server.keys import API_KEY_VARIABLE
 from mlx_paged.server.log_format import FORMATS as LOG_FORMATS
@@ -166,6 +167,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--prompt-cache-size: expected 0 or 10, for --kv-memory limits the cache")
     if args.models_dir is not None and not Path(args.models_dir).is_dir():
         parser.error(f"--models-dir is {args.models_dir}: expected a directory")
+    if args.adapters_dir is not None and not Path(args.adapters_dir).is_dir():
+        parser.error(f"--adapters-dir is {args.adapters_dir}: expected a directory")
+    for name in args.adapters or ():
+        taken = name in (DEFAULT, *(args.served_model_name or [args.model]))
+        if taken or not name.isprintable():
+            parser.error(
+                f"--adapter has the name {name!r}: expected a printable name that no model has"
+            )
     try:
         tls.check(args)
         args.api_keys = keys.of_arguments(args)

@@ -3,6 +3,7 @@
 import gc
 import sys
 import threading
+import weakref
 from argparse import Namespace
 from functools import cache
 
@@ -10,8 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import Engine, EngineService, SamplingParams
+from mlx_paged import Engine, EngineService, SamplingParams, ops
 from mlx_paged.adapters import stacks, store
+from mlx_paged.metrics.stats import resident_bytes
 from mlx_paged.server.served_adapters import ServedAdapters
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 from tests.support.models.architectures import VOCAB, build
@@ -349,6 +351,51 @@ def test_updates_change_new_requests(folders):
         engine.update_adapter("p", arrays, scale=float("nan"))
     with pytest.raises(ValueError, match="scale is 1000"):
         engine.update_adapter("p", arrays, scale=10**400)
+
+
+def held_memory(engine):
+    """What adapters may leave in the process."""
+    gc.collect()
+    own = engine._models.adapters
+    counts = {"named": len(own.named), "alive": own.num_alive, "read": len(own._waiting)}
+    counts |= {"stacks": len(own._stacks), "reserved": ops.reserved_bytes()}
+    counts["objects"] = sum(isinstance(each, store.Adapter) for each in gc.get_objects())
+    return counts | {"finalizers": len(weakref.finalize._registry), "mlx": mx.get_active_memory()}
+
+
+def check_that_nothing_is_left(folders, loads):
+    """Pages grow by less than 1 KB a load: an adapter has 17 KB and more."""
+    engine = made(adapter_memory=200_000)
+
+    def run(count):
+        for i in range(count):
+            name, folder = f"n{i % 7}", "abcd"[i % 4]
+            engine.load_adapter(name, folders[folder])
+            if i % 5 == 0:
+                engine.generate([[1, 2, 3, i % 50]], max_tokens=2, adapter=name)
+            if i % 2:
+                engine.unload_adapter(name)
+        for name in engine.adapters:
+            engine.unload_adapter(name)
+        engine.settle()
+        engine.forget()
+        return held_memory(engine)
+
+    first = run(40)
+    pages = resident_bytes()
+    assert run(loads) == first
+    assert first["named"] == first["alive"] == first["read"] == first["stacks"] == 0
+    assert resident_bytes() - pages < max(loads, 4000) * 1000
+    engine.manager.check_integrity()
+
+
+def test_loads_and_unloads_leave_nothing(folders):
+    check_that_nothing_is_left(folders, 150)
+
+
+@pytest.mark.slow
+def test_ten_thousand_loads_leave_nothing(folders):
+    check_that_nothing_is_left(folders, 10_000)
 
 
 @pytest.mark.sampled(40)

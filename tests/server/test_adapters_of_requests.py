@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged.loading import load_model
+from mlx_paged.server.flags import parse
 from tests.support.commands.server_harness import CODE, exchange, live, post
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 
@@ -118,6 +119,22 @@ def test_a_refusal_names_the_field(server):
     for field, (status, _, content) in wrong.items():
         assert status == 404 and content["error"]["param"] == field
         assert content["error"]["message"].startswith(f"{field}: adapter")
+
+
+FLAGS = {
+    "--adapters-dir is /nowhere: expected a directory": ["--adapters-dir", "/nowhere"],
+    "--adapter has the name 'default_model'": ["--adapter", "default_model=a"],
+    "--adapter has the name 'm'": ["--adapter", "m=a", "--served-model-name", "n,m"],
+    "--adapter has the name 'a\\n'": ["--adapter", "a\n=a"],
+}
+
+
+@pytest.mark.parametrize("message", FLAGS)
+def test_flags_that_no_request_could_use_are_refused(message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--model", "x", *FLAGS[message]])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and message in line
 
 
 def test_a_broken_adapter_ends_no_other_request(server, root):
