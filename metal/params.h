@@ -73,8 +73,12 @@ struct WriteParams {
   MLX_PAGED_INT64 v_scales_strides[3];
   int slots_stride;
   int num_blocks;  // N
-  int k_vectors;   // D / 4; of stored rows that are moved one by one, their bytes
+  int k_vectors;   // D / 4; of rows that are moved one by one, their elements
   int v_vectors;
+  int block_size;  // S
+  int k_bits;      // of an element of a quantized pool
+  int v_bits;
+  int group;  // 4-bit values that share a scale
 };
 
 struct CopyParams {

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "csrc/metal/plans.h"
+#include "csrc/metal/refused_pipelines.h"
 #include "csrc/validate.h"
 #include "mlx/transforms.h"
 #include "python/bindings.h"
@@ -145,6 +146,12 @@ void bind_plans(nb::module_& m) {
             "Command buffers with work of this package since the process began.");
   metal.def("refusal", &refusal_of, "launch"_a,
             "Compile a launch's pipeline; the compiler's message if it refuses, else nothing.");
+  metal.def("note_refused", &note_refused_pipeline, "pipeline"_a,
+            "Plan calls with this pipeline in their simplest form from now on.");
+  metal.def("forget_refused", &forget_refused_pipelines,
+            "Plan all calls as if no pipeline had been refused.");
+  metal.def("use_simplest_forms", &use_simplest_forms, "is_wanted"_a,
+            "Plan all calls in their simplest form, or no longer.");
   metal.attr("MOST_ROWS") = kMaxSharedRows;
   def_attention(metal, "plan_attention", &describe_attention,
                 "The launches of paged_attention; with cu_seqlens, q is [T, H, 1, D].");

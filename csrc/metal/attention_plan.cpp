@@ -4,6 +4,7 @@
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/attention_launches.h"
 #include "csrc/metal/plans.h"
+#include "csrc/metal/refused_pipelines.h"
 
 namespace mlx_paged {
 
@@ -182,7 +183,25 @@ std::optional<AttentionGeometry> shared_geometry(const AttentionInputs& in,
   return AttentionGeometry{true, heads, group, rows, 1, splits, true};
 }
 
-LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options) {
+// The simplest launch of a call: a query row in each threadgroup, and keys that are not split. Of a
+// ragged batch the fewest rows that its kernel has.
+AttentionGeometry simplest_geometry(const AttentionInputs& in, const AttentionOptions& options) {
+  const Splits whole = {1, in.block_tables.shape(1) * in.k_cache.shape(2)};
+  const int heads = in.kv_head_mapping ? in.q.shape(1) : in.k_cache.shape(0);
+  const int group = in.q.shape(1) / heads;
+  if (!in.cu_seqlens) {
+    return {false, heads, group, 1, group * in.q.shape(2), whole};
+  }
+  const int of_no_sequence = 1;  // threadgroups for the tokens after the last sequence
+  const int row_tiles = num_row_tiles(in, options, group, kEdge) + of_no_sequence;
+  return {true, heads, group, kEdge, row_tiles, whole};
+}
+
+LaunchPlans simplest_call(const AttentionInputs& in, const AttentionOptions& options) {
+  return {{attention_launch(in, options, simplest_geometry(in, options))}, {}};
+}
+
+LaunchPlans wanted_call(const AttentionInputs& in, const AttentionOptions& options) {
   AttentionGeometry g = geometry(in, options);
   std::vector<LaunchPlan> launches;
   if (const auto shared = shared_geometry(in, options, g)) {
@@ -192,6 +211,11 @@ LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options
   }
   launches.push_back(attention_launch(in, options, g));
   return with_merge(std::move(launches), in, options, g.splits, g.splits);
+}
+
+LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options) {
+  LaunchPlans plans = wanted_call(in, options);
+  return needs_simplest_form(plans) ? simplest_call(in, options) : plans;
 }
 
 // The first sequences of a ragged batch, of one token each, as a call of their own.
@@ -206,22 +230,10 @@ AttentionInputs decodes_of(const AttentionInputs& in, const AttentionOptions& op
   return decodes;
 }
 
-// A ragged batch. Many chunks are split less than the decodes beside them, or not at all.
-LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& options) {
-  const AttentionInputs decodes = decodes_of(in, options);
-  if (options.num_decodes == in.q.shape(0)) {
-    return plan_call(decodes, options);
-  }
-  if (!supports_matrix(in, options)) {
-    fail<std::runtime_error>(
-        "paged_attention_varlen", "k_cache has dtype ", in.k_cache.dtype(), " and q ", in.q.dtype(),
-        ", with head dimensions ", in.q.shape(3), " and ", dim_of(in.v_cache),
-        ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
-  }
+// Decodes and chunks. Many chunks are split less than the decodes beside them, or not at all.
+LaunchPlans wanted_varlen(const AttentionInputs& in, const AttentionInputs& decodes,
+                          const AttentionOptions& options) {
   AttentionGeometry chunks = matrix_geometry(in, options, kMaxSplits);
-  if (options.num_decodes == 0) {
-    return plan_call(in, options);
-  }
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
     if (has_many_rows(decodes, options)) {
@@ -237,6 +249,30 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   }
   LaunchPlans plans = plan_call(decodes, options);
   plans.launches.insert(plans.launches.begin(), attention_launch(in, options, chunks));
+  return plans;
+}
+
+// A ragged batch.
+LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& options) {
+  const AttentionInputs decodes = decodes_of(in, options);
+  if (options.num_decodes == in.q.shape(0)) {
+    return plan_call(decodes, options);
+  }
+  if (!supports_matrix(in, options)) {
+    fail<std::runtime_error>(
+        "paged_attention_varlen", "k_cache has dtype ", in.k_cache.dtype(), " and q ", in.q.dtype(),
+        ", with head dimensions ", in.q.shape(3), " and ", dim_of(in.v_cache),
+        ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
+  }
+  if (options.num_decodes == 0) {
+    return plan_call(in, options);
+  }
+  LaunchPlans plans = wanted_varlen(in, decodes, options);
+  if (needs_simplest_form(plans)) {
+    return {{attention_launch(in, options, simplest_geometry(in, options)),
+             attention_launch(decodes, options, simplest_geometry(decodes, options))},
+            {}};
+  }
   return plans;
 }
 

@@ -43,7 +43,7 @@ struct LaunchPlan {
     std::string name = kernel;
     for (const FunctionConstant& constant : constants) {
       const auto value = static_cast<uint32_t>(constant.value);
-      name += "_" + std::to_string(constant.index) + "_" + std::to_string(value);
+      name += '_' + std::to_string(constant.index) + '_' + std::to_string(value);
     }
     return name;
   }

@@ -1,5 +1,6 @@
 // Launch plans: one function for each op makes them from shapes, strides and options, and `encode`
-// encodes them on MLX's Metal stream. No launch has an empty grid.
+// encodes them on MLX's Metal stream. No launch has an empty grid. A plan with a pipeline that the
+// compiler has refused is replaced by the simplest form of its kernels (refused_pipelines.h).
 #pragma once
 
 #include <functional>

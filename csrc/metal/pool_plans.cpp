@@ -3,8 +3,10 @@
 #include <unordered_set>
 #include <utility>
 
+#include "csrc/kv_formats.h"
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/plans.h"
+#include "csrc/metal/refused_pipelines.h"
 #include "metal/params.h"
 
 namespace mlx_paged {
@@ -77,10 +79,40 @@ bool have_no_order(const mx::array& pairs) {
   return are_apart;
 }
 
-}  // namespace
-
-LaunchPlans plan_write_kv(const Arrays& inputs) {
+// What the kernels for writes share: parameters and buffers. `caches` are as these kernels see
+// them, and a part has `each` elements.
+void bind_write(LaunchPlan& plan, const mx::array& k, const mx::array& v, const Arrays& caches,
+                const Arrays& inputs, int each) {
   using Role = BufferBinding::Role;
+  WriteParams p{};
+  copy_strides(k, p.k_strides);
+  copy_strides(v, p.v_strides);
+  copy_strides(caches[0], p.k_cache_strides);
+  copy_strides(caches[1], p.v_cache_strides);
+  plan.buffers = {{0, Role::kInput, 0},
+                  {1, Role::kInput, 1},
+                  {2, Role::kInput, 4},
+                  {4, Role::kPoolWrite, 0},
+                  {5, Role::kPoolWrite, 1}};
+  if (inputs.size() > 5) {
+    check_pool_layout("write_kv", "k_scales", inputs[5], true);
+    check_pool_layout("write_kv", "v_scales", inputs[6], true);
+    copy_strides(inputs[5], p.k_scales_strides);
+    copy_strides(inputs[6], p.v_scales_strides);
+    plan.buffers.insert(plan.buffers.end(), {{6, Role::kPoolWrite, 2}, {7, Role::kPoolWrite, 3}});
+  }
+  p.slots_stride = static_cast<int>(inputs[4].strides(0));
+  p.num_blocks = inputs[2].shape(1);
+  p.k_vectors = k.shape(2) / each;
+  p.v_vectors = v.shape(2) / each;
+  p.block_size = inputs[2].shape(2);
+  p.k_bits = is_sixes(inputs[2]) ? 6 : 8;
+  p.v_bits = is_pairs(inputs[3]) ? 4 : is_sixes(inputs[3]) ? 6 : 8;
+  p.group = kValueGroup;
+  plan.set_params(3, p);
+}
+
+LaunchPlans whole_write(const Arrays& inputs) {
   const bool quantizes = inputs.size() > 5;
   const auto moved = [&](const mx::array& a) { return quantizes ? a : as_bytes(a); };
   const mx::array k = moved(token_rows(inputs[0])), v = moved(token_rows(inputs[1]));
@@ -97,52 +129,49 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
     const bool is_anywhere = each == 1 || is_sixes(*cache);
     (is_anywhere ? check_pool_layout : check_metal_pool)("write_kv", name, *cache, true);
   }
-  WriteParams p{};
-  copy_strides(k, p.k_strides);
-  copy_strides(v, p.v_strides);
-  copy_strides(k_cache, p.k_cache_strides);
-  copy_strides(v_cache, p.v_cache_strides);
-  if (quantizes) {
-    check_pool_layout("write_kv", "k_scales", inputs[5], true);
-    check_pool_layout("write_kv", "v_scales", inputs[6], true);
-    copy_strides(inputs[5], p.k_scales_strides);
-    copy_strides(inputs[6], p.v_scales_strides);
-  }
-  p.slots_stride = static_cast<int>(inputs[4].strides(0));
-  p.num_blocks = k_cache.shape(1);
-  p.k_vectors = k.shape(2) / each;
-  p.v_vectors = v.shape(2) / each;
-  plan->set_params(3, p);
+  bind_write(*plan, k, v, {k_cache, v_cache}, inputs, each);
   using Type = FunctionConstant::Type;
   plan->constants = {{15, Type::kInt, k_cache.shape(2)},
                      {16, Type::kBool, has_whole_vectors(k) && has_whole_vectors(v)}};
-  plan->buffers = {{0, Role::kInput, 0},
-                   {1, Role::kInput, 1},
-                   {2, Role::kInput, 4},
-                   {4, Role::kPoolWrite, 0},
-                   {5, Role::kPoolWrite, 1}};
   if (quantizes) {
     plan->constants.push_back({19, Type::kBool, is_pairs(v_cache)});
     plan->constants.push_back({21, Type::kBool, is_sixes(k_cache)});
-    plan->buffers.insert(plan->buffers.end(), {{6, Role::kPoolWrite, 2}, {7, Role::kPoolWrite, 3}});
   } else {
     plan->constants.push_back({24, Type::kBool, each == 1});
   }
   return {{*plan}, {}};
 }
 
-LaunchPlans plan_copy_blocks(const Arrays& inputs) {
+// The simplest write: by elements, or by rows that are quantized.
+LaunchPlans simplest_write(const Arrays& inputs) {
+  const bool quantizes = inputs.size() > 5;
+  const auto moved = [&](const mx::array& a) { return quantizes ? a : as_bytes(a); };
+  const mx::array k = moved(token_rows(inputs[0])), v = moved(token_rows(inputs[1]));
+  const Arrays caches = {as_bytes(inputs[2]), as_bytes(inputs[3])};
+  const int width = quantizes ? 1 : std::max(k.shape(2), v.shape(2));
+  std::optional<LaunchPlan> plan = pool_plan(quantizes ? "quantize_elements" : "write_elements",
+                                             metal_type(k), caches[0], width, k.shape(0));
+  if (!plan) {
+    return {};
+  }
+  check_pool_layout("write_kv", "k_cache", caches[0], true);
+  check_pool_layout("write_kv", "v_cache", caches[1], true);
+  bind_write(*plan, k, v, caches, inputs, 1);
+  return {{*plan}, {}};
+}
+
+LaunchPlans copy_plan(const Arrays& inputs, bool is_simplest) {
   using Role = BufferBinding::Role;
   const mx::array k_cache = as_bytes(inputs[0]), v_cache = as_bytes(inputs[1]), &pairs = inputs[2];
   const int num_pairs = pairs.shape(0), pairs_each = have_no_order(pairs) ? 1 : num_pairs;
   const int depth = num_pairs > 0 ? num_pairs / pairs_each * k_cache.shape(2) : 0;
-  const bool is_whole = is_sixes(inputs[0])
-                            ? have_whole_vectors(k_cache, v_cache)
-                            : k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0;
+  const bool is_whole = !is_simplest && (is_sixes(inputs[0]) ? have_whole_vectors(k_cache, v_cache)
+                                                             : k_cache.shape(3) % kVector == 0 &&
+                                                                   v_cache.shape(3) % kVector == 0);
   const int each = is_whole ? kVector : 1;
   const int width = std::max(k_cache.shape(3), v_cache.shape(3)) / each;
-  std::optional<LaunchPlan> plan =
-      pool_plan("copy_blocks", metal_type(k_cache), k_cache, width, depth);
+  std::optional<LaunchPlan> plan = pool_plan(is_simplest ? "copy_elements" : "copy_blocks",
+                                             metal_type(k_cache), k_cache, width, depth);
   if (!plan) {
     return {};
   }
@@ -160,9 +189,23 @@ LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   p.k_vectors = k_cache.shape(3) / each;
   p.v_vectors = v_cache.shape(3) / each;
   plan->set_params(1, p);
-  plan->constants = {{20, FunctionConstant::Type::kBool, is_whole}};
+  if (!is_simplest) {
+    plan->constants = {{20, FunctionConstant::Type::kBool, is_whole}};
+  }
   plan->buffers = {{0, Role::kInput, 2}, {2, Role::kPoolWrite, 0}, {3, Role::kPoolWrite, 1}};
   return {{*plan}, {}};
+}
+
+}  // namespace
+
+LaunchPlans plan_write_kv(const Arrays& inputs) {
+  LaunchPlans plans = whole_write(inputs);
+  return needs_simplest_form(plans) ? simplest_write(inputs) : plans;
+}
+
+LaunchPlans plan_copy_blocks(const Arrays& inputs) {
+  LaunchPlans plans = copy_plan(inputs, false);
+  return needs_simplest_form(plans) ? copy_plan(inputs, true) : plans;
 }
 
 }  // namespace mlx_paged

@@ -23,7 +23,10 @@ CHECKS = {
 STEP = "step"
 """A decode step with the command buffers of this process; the check `speed` has it run apart."""
 
-KINDS = "decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"
+KINDS = (
+    *("decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"),
+    "simplest",
+)
 """What a variant is one of: each kind has kernels of its own."""
 
 

@@ -17,6 +17,7 @@ from mlx_paged.doctor.variants import (
     Variant,
     all_variants,
     attention_call,
+    form_of,
     normal,
 )
 from mlx_paged.kv.blocks import BlockCopy
@@ -42,12 +43,14 @@ def check_kernels(found: Findings, quick: bool) -> None:
 def chosen(quick: bool, kind: str | None = None) -> list[Variant]:
     """The variants of a check, or those of one kind among them."""
     variants = all_variants()[:: QUICK_STEP if quick else 1]
+    if kind is None and mx.default_device() == mx.Device(mx.cpu):  # whose kernels have one form
+        return [variant for variant in variants if not variant.is_simplest]
     return [variant for variant in variants if kind in (None, variant.kind)]
 
 
 def compare_apart(quick: bool, found: Findings) -> None:
     """Compare each kind in a process of its own: whatever happens there, the others are judged."""
-    found.numbers |= {"kinds": {}, "refused": {}}
+    found.numbers |= {"kinds": {}, "refused": {}, "plain": []}
     try:
         for kind in found.progress(KINDS, "kind"):
             of_kind = Findings(kind)
@@ -65,6 +68,7 @@ def _add_kind(found: Findings, of_kind: Findings, quick: bool) -> None:
     found.num_wrong += of_kind.num_wrong
     found.numbers["kinds"][kind] = numbers
     found.numbers["refused"] |= numbers.get("refused", {})
+    found.numbers["plain"] += numbers.get("plain", [])
     done = f"{numbers.get('run', 0)} of {len(chosen(quick, kind))} variants run"
     found.lines.append(f"{kind}: {of_kind.state}, {done}")
     if of_kind.unfinished:
@@ -73,11 +77,13 @@ def _add_kind(found: Findings, of_kind: Findings, quick: bool) -> None:
 
 
 def _tell_refused(found: Findings) -> None:
-    """Say which kernels the GPU's compiler refuses: no failure, because plain MLX is right, too."""
-    refused = found.numbers["refused"]
+    """Say which kernels the GPU's compiler refuses: no failure, because their simplest forms and
+    plain MLX are right, too."""
+    refused, plain = found.numbers["refused"], found.numbers["plain"]
     for kernel, text in refused.items():
         short = "\n  ".join(text.strip().splitlines()[:MAX_MESSAGE_LINES])
-        found.lines.append(f"REFUSED by the compiler, so plain MLX runs: {kernel}: {short}")
+        instead = "plain MLX" if kernel in plain else "another form of it"
+        found.lines.append(f"REFUSED by the compiler, so {instead} runs: {kernel}: {short}")
     if refused:
         found.verdict = f"{len(refused)} kernels are refused"
 
@@ -105,7 +111,7 @@ def compare(variants: list[Variant], found: Findings) -> None:
             num_failed[variant.kind] += 1
             if num_failed[variant.kind] == MAX_FAILURES:
                 found.failures.append(f"gave up on {variant.kind} after {MAX_FAILURES} failures")
-    found.numbers["refused"] = dict(ops.refused)
+    found.numbers |= {"refused": dict(ops.refused), "plain": sorted(ops.plain)}
     _tell_refused(found)
     run, kernels = found.numbers["run"], found.numbers["kernels"]
     found.lines.append(f"{run} of {len(variants)} variants run, on {kernels}")
@@ -143,6 +149,11 @@ def tolerance(dtype: mx.Dtype, is_plain: bool) -> float:
 def error_of(variant: Variant, num_flushed: Counter[str] | None = None) -> tuple[float, float]:
     """Relative error of the worst row, NaN if it read what it must not; the largest right one.
     Adds to `num_flushed`, by dtype of the output, how many subnormal elements are zero."""
+    with form_of(variant):
+        return _error_of(variant, num_flushed)
+
+
+def _error_of(variant: Variant, num_flushed: Counter[str] | None) -> tuple[float, float]:
     if variant.op != "attention":
         return _edit_error(variant), 0.0
     arrays, options = attention_call(variant)

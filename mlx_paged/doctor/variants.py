@@ -2,7 +2,8 @@
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -72,16 +73,21 @@ class Variant:
     group: int = 1
     tokens: int = 1
     option: str = "plain"
+    is_simplest: bool = False  # the form of the kernels that a GPU gets after a refusal
 
     @property
     def name(self) -> str:
         name = f"{self.op}-{self.dtype}-{self.heads}-block{self.block_size}"
+        if self.is_simplest:
+            name = f"simplest-{name}"
         if self.op != "attention":
             return name
         return f"{name}-group{self.group}-tokens{self.tokens}-{self.option}"
 
     @property
     def kind(self) -> str:
+        if self.is_simplest:
+            return "simplest"
         if self.op != "attention":
             return self.op if self.kv_bits is None else f"quantized-{self.op}"
         if self.option.startswith("long"):
@@ -113,8 +119,9 @@ class Variant:
 
 def all_variants() -> list[Variant]:
     """Attention without options in every combination of the other properties; each option with each
-    dtype, head dimension and number of tokens; writes and copies. Latents are not quantized, and
-    fewer than 8 bits need multiples of 8 dimensions."""
+    dtype, head dimension and number of tokens; writes and copies. Then the simplest forms of all
+    kernels, with each dtype and head dimension. Latents are not quantized, and fewer than 8 bits
+    need multiples of 8 dimensions."""
     kept = [heads for heads in HEADS if not heads.startswith("latent")]
     pools = [*product(DTYPES, HEADS), *product(QUANTIZED, kept)]
     for narrow in ("kv6", "kv4"):
@@ -129,6 +136,13 @@ def all_variants() -> list[Variant]:
         found.append(Variant("attention", dtype, heads, block_size, group, tokens, option))
     for op, (dtype, heads), block_size in product(("write", "copy"), pools, BLOCK_SIZES):
         found.append(Variant(op, dtype, heads, block_size))
+    for i, (dtype, heads) in enumerate(pools):
+        simplest = [Variant(op, dtype, heads, BLOCK_SIZES[i % 3]) for op in ("write", "copy")]
+        for tokens, option in ((1, "long"), (5, "many")):
+            group = GROUPS[i % 4]
+            size = BLOCK_SIZES[i % 3]
+            simplest.append(Variant("attention", dtype, heads, size, group, tokens, option))
+        found += [replace(each, is_simplest=True) for each in simplest]
     return found
 
 
@@ -192,8 +206,18 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     return arrays, options
 
 
+def form_of(variant: Variant) -> AbstractContextManager[None]:
+    """The context in which the calls of a variant are planned."""
+    return ops.in_simplest_forms() if variant.is_simplest else nullcontext()
+
+
 def launches_of(variant: Variant) -> list[dict[str, Any]]:
     """What a GPU gets for a variant: kernels, pipelines, sources."""
+    with form_of(variant):
+        return _launches_of(variant)
+
+
+def _launches_of(variant: Variant) -> list[dict[str, Any]]:
     metal = ops.metal
     if variant.op == "attention":
         arrays, options = attention_call(variant)

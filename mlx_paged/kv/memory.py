@@ -110,7 +110,7 @@ def default_kv_memory(beside: int = 0) -> int:
 
 def plain_copies() -> int:
     """How many times the pool plain MLX holds beside it, as far as the compiler has been asked."""
-    is_plain = gpu_memory() is not None and (ops.are_switched_off() or ops.refused)
+    is_plain = gpu_memory() is not None and (ops.are_switched_off() or ops.plain)
     return COPIED if is_plain else 0
 
 

@@ -36,8 +36,10 @@ from mlx_paged.ops.dispatch import (
 )
 from mlx_paged.ops.dispatch import (
     are_switched_off as are_switched_off,
+    in_simplest_forms as in_simplest_forms,
     is_device_error as is_device_error,
     is_of_another_thread as is_of_another_thread,
+    plain as plain,
     refused as refused,
 )
 from mlx_paged.ops.host import as_numpy as as_numpy

@@ -2,13 +2,15 @@
 :mod:`mlx_paged.ops.paged`.
 
 A GPU's compiler may refuse a kernel. The first question about one kind of calls compiles their
-pipelines, on arrays of zeros, and the answer is kept.
+pipelines, on arrays of zeros, and the answer is kept. If the compiler refuses a pipeline, the calls
+are planned in the simplest form of their kernels; plain MLX computes them if it refuses that, too.
 """
 
 import logging
 import os
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import product
 from typing import Any, Literal
 
@@ -39,6 +41,9 @@ _Rows = tuple[tuple[int, ...], mx.Dtype]  # of a block: shape and type
 
 refused: dict[str, str] = {}
 """By kernel: what the compiler said."""
+
+plain: set[str] = set()
+"""The kernels of `refused` whose calls plain MLX computes, because no form of them is taken."""
 
 
 def kernel_for(
@@ -226,6 +231,7 @@ def _take_attention(
     ):
         given[name] = value if is_given else None
     counts = SEQUENCES if sequences == 1 and not ragged else (sequences,)
+    compiles = _compile if sequences == 1 else _compile_wanted
     if sequences > 1:
         given["shared_prefixes"] = _zeros((2, sequences), mx.int32)
     answers = []
@@ -234,7 +240,7 @@ def _take_attention(
         if ragged:
             q, given["cu_seqlens"] = q.transpose(2, 1, 0, 3), mx.array([0, length], mx.int32)
         arrays = q, k, v, _zeros((count, width), mx.int32), _zeros((count,), mx.int32)
-        answers.append(_compile(_ext.metal.plan_attention, *arrays, **given))
+        answers.append(compiles(partial(_ext.metal.plan_attention, *arrays, **given)))
     return all(answers)
 
 
@@ -248,15 +254,21 @@ def _take_writes(dtype: mx.Dtype, keys: _Rows, values: _Rows, scaled: bool) -> b
     """Whether the GPU takes writes of rows of this dtype to such caches; `scaled` quantizes."""
     caches = [_zeros((1, 1, *shape), form) for shape, form in (keys, values)]
     kinds = [(dims_of(c), dtype) if scaled else (c.shape[3], c.dtype) for c in caches]
-    rows = [_zeros((1, 1, width), kind) for width, kind in kinds]
+    dense = [_zeros((1, 1, width), kind) for width, kind in kinds]
+    sparse = [_zeros((1, 1, 2 * width), kind)[..., ::2] for width, kind in kinds]
     slots, scales = _zeros((1,), mx.int32), _scales(*caches) if scaled else {}
-    return _compile(_ext.metal.plan_write_kv, *rows, *caches, slots, **scales)
+    of_dense, of_sparse = (
+        partial(_ext.metal.plan_write_kv, *rows, *caches, slots, **scales)
+        for rows in (dense, sparse)
+    )
+    # Rows of models are dense: the other pipeline is compiled if this one is refused.
+    return _compile_wanted(of_dense) or all([_compile(of_dense), _compile(of_sparse)])
 
 
 @cache
 def _take_copies(k_dtype: mx.Dtype, k_columns: int, v_dtype: mx.Dtype, v_columns: int) -> bool:
     caches = _zeros((1, 1, 1, k_columns), k_dtype), _zeros((1, 1, 1, v_columns), v_dtype)
-    return _compile(_ext.metal.plan_copy_blocks, *caches, _zeros((1, 2), mx.int32))
+    return _compile(partial(_ext.metal.plan_copy_blocks, *caches, _zeros((1, 2), mx.int32)))
 
 
 def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
@@ -272,17 +284,46 @@ def _scales(k_cache: mx.array, v_cache: mx.array) -> dict[str, mx.array]:
     }
 
 
-def _compile(plan: Callable[..., dict[str, Any]], *arrays: mx.array, **options: Any) -> bool:
-    """Compile the pipelines of a call, each by itself. A refusal counts if asking again gives one,
-    too. The first one of a kernel is logged."""
-    is_taken = True
-    for launch in plan(*arrays, **options)["launches"]:
+_Launch = dict[str, Any]
+_Plan = Callable[[], dict[str, Any]]
+
+
+def _compile(plan: _Plan) -> bool:
+    """Whether the compiler takes a call in some form: as it is planned, or, after a refusal, in the
+    simplest form of its kernels, which is planned from then on."""
+    planned: set[str] = set()
+    while True:
+        launches = plan()["launches"]
+        found = _refused_of(launches)
+        if not found:
+            return True
+        pipelines = {launch["pipeline"] for launch in launches}
+        if pipelines == planned:
+            plain.update(launch["kernel"] for launch in found)
+            return False
+        planned = pipelines
+        for launch in found:
+            _ext.metal.note_refused(launch["pipeline"])
+
+
+def _compile_wanted(plan: _Plan) -> bool:
+    """Whether the compiler takes a call as it is planned: whoever asks has another call for a
+    refusal."""
+    return not _refused_of(plan()["launches"])
+
+
+def _refused_of(launches: Sequence[_Launch]) -> list[_Launch]:
+    """The launches whose pipelines the compiler refuses, each compiled by itself. A refusal counts
+    if asking again gives one, too. The first one of a kernel is logged."""
+    found = []
+    for launch in launches:
         if _ext.metal.refusal(launch) and (message := _ext.metal.refusal(launch)):
-            is_taken, kernel = False, launch["kernel"]
+            found.append(launch)
+            kernel = launch["kernel"]
             if kernel not in refused:
                 refused[kernel] = message
                 LOGGER.warning("%s is not used, the compiler says: %s", kernel, message)
-    return is_taken
+    return found
 
 
 def is_of_another_thread(error: BaseException) -> bool:
@@ -296,8 +337,29 @@ def is_device_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith("[METAL] Command buffer")
 
 
+@contextmanager
+def in_simplest_forms() -> Iterator[None]:
+    """A context in which all threads plan each call in the simplest form of its kernels."""
+    before = set(plain)
+    try:
+        _ext.metal.use_simplest_forms(True)
+        _ask_again()
+        yield
+    finally:
+        _ext.metal.use_simplest_forms(False)
+        _ask_again()
+        plain.intersection_update(before)
+
+
 def forget() -> None:
     """Ask the compiler and the environment again from now on."""
     refused.clear()
-    for answers in (are_switched_off, _take_attention, _take_writes, _take_copies):
+    plain.clear()
+    _ext.metal.forget_refused()
+    are_switched_off.cache_clear()
+    _ask_again()
+
+
+def _ask_again() -> None:
+    for answers in (_take_attention, _take_writes, _take_copies):
         answers.cache_clear()

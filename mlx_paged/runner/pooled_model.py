@@ -207,7 +207,7 @@ class PooledModel:
     @property
     def budget(self) -> MemoryBudget:
         """What the model takes of the memory, as far as the GPU's compiler has been asked."""
-        copies = gpu_memory() is not None and (bool(ops.refused) or not self._has_kernels)
+        copies = gpu_memory() is not None and (bool(ops.plain) or not self._has_kernels)
         return replace(self._budget, copies=COPIED * self.pool.nbytes) if copies else self._budget
 
     @property

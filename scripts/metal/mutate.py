@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITES = (
     *("threadgroups", "vectors", "nonfinite", "matrix", "kernels", "traffic", "quantized"),
     "shared",
+    "simplest",
 )
 TESTS = [f"tests/ops/test_metal_{what}.py" for what in SUITES]
 FIRST = {
@@ -47,6 +48,9 @@ FIRST = {
     "write_kv.metal": "TestPool",
     "copy_blocks.metal": "TestPool",
     "write_quantized.metal": "test_writes or need_not",
+    "write_elements.metal": "elements",
+    "quantize_elements.metal": "quantized",
+    "copy_elements.metal": "copied",
 }
 """The files, and which tests notice most of their mutations, and soon: what pytest's -k selects."""
 

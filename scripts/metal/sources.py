@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged import _ext
+from mlx_paged import _ext, ops
 from mlx_paged.ops.formats import FORMATS, Format
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -91,7 +91,15 @@ def quantized_launches(dtype: mx.Dtype, keys: Format, values: Format) -> list[La
 
 
 def launches() -> Iterator[Launch]:
-    """The launches whose sources are written."""
+    """The launches whose sources are written: of calls in the form that is wanted, and in the
+    simplest one."""
+    yield from _launches()
+    with ops.in_simplest_forms():
+        simplest = list(_launches())
+    yield from simplest
+
+
+def _launches() -> Iterator[Launch]:
     for dtype in DTYPES:
         for heads in HEADS:
             yield from attention_launches(dtype, *heads)

@@ -164,7 +164,7 @@ class TestStatus:
         ("arguments", "message"),
         [
             (["--slow"], "unrecognized arguments: --slow"),
-            (["--only", "kernel"], "copy or a variant, got 'kernel'"),
+            (["--only", "kernel"], "simplest or a variant, got 'kernel'"),
             (["--only"], "--only: expected one argument"),
             (
                 ["--json", "/no/such/folder/report.json"],

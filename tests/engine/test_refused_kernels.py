@@ -26,6 +26,9 @@ LONG = np.random.default_rng(0).integers(0, VOCAB, 530).tolist()
 NUM_TOKENS = 5
 KERNELS = "paged_attention", "matrix_attention", "merge_splits", "write_kv", "copy_blocks"
 ATTENTION = KERNELS[:3]
+SIMPLEST = {"write_kv": "write_elements", "copy_blocks": "copy_elements"}
+NO_WRITE = "write_kv", "write_elements"
+NO_FORM = ATTENTION, NO_WRITE, ("copy_blocks", "copy_elements")
 
 
 @pytest.fixture(autouse=True)
@@ -60,19 +63,43 @@ def complete(half: HalfModel, kv_bits=None, prompts=PROMPTS, prewarm=True) -> tu
     return engine, sum(not half.check(*each) for each in told)
 
 
+def ran_on(gpu: RefusingGPU) -> set[str]:
+    """The kernels that ran."""
+    names = *KERNELS, *SIMPLEST.values()
+    return {k for k in names if any(n.startswith(k) for n in gpu.runner.trace.kernels)}
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_each_kernel_may_be_refused(kernel, monkeypatch, caplog):
+def test_the_simplest_form_of_a_refused_kernel_runs(kernel, monkeypatch):
     half = HalfModel("llama", num_hidden_layers=2)
     gpu = RefusingGPU(monkeypatch, kernel)
+    prompts = [PROMPTS[0], LONG] if kernel == "merge_splits" else PROMPTS
+    engine, num_ties = complete(half, prompts=prompts)
+    ran = ran_on(gpu)
+    assert num_ties <= 1 and kernel not in ran
+    assert engine.stats.refused_kernels and engine.manager.pool.in_place
+    for each, simplest in SIMPLEST.items():
+        assert (each in ran, simplest in ran) == (each != kernel, each == kernel)
+    assert ran & {*ATTENTION}
+    # The simplest forms of attention are forms of these two kernels: of decodes, and of chunks.
+    assert bool(ops.plain) == (kernel in ATTENTION[:2])
+
+
+@pytest.mark.parametrize("kernels", NO_FORM, ids=" ".join)
+def test_each_kernel_may_be_refused_in_all_forms(kernels, monkeypatch, caplog):
+    half = HalfModel("llama", num_hidden_layers=2)
+    gpu = RefusingGPU(monkeypatch, *kernels)
     with caplog.at_level(logging.WARNING):
-        prompts = [PROMPTS[0], LONG] if kernel == "merge_splits" else PROMPTS
+        prompts = [PROMPTS[0], LONG] if kernels == ATTENTION else PROMPTS
         engine, num_ties = complete(half, prompts=prompts)
-    ran = {k for k in KERNELS if any(n.startswith(k) for n in gpu.runner.trace.kernels)}
-    edits = set() if kernel == "write_kv" else {"write_kv", "copy_blocks"}
-    assert kernel not in ran and edits - {kernel} <= ran
+    ran, edits = ran_on(gpu), set() if kernels == NO_WRITE else {"write_kv", "copy_blocks"}
+    assert not ran & {*kernels} and edits - {*kernels} <= ran
     assert num_ties <= 1
     refused = engine.stats.refused_kernels
-    assert refused and all(name.startswith(kernel) for name in refused)
+    assert refused and all(name.startswith(kernels) for name in refused)
+    assert ops.plain <= {*refused} and {name.split("_")[0] for name in ops.plain} == {
+        kernels[-1].split("_")[0] if kernels != ATTENTION else "paged"
+    }
     assert set(refused.values()) == {MESSAGE}
     assert engine.metrics()["refused_kernels"] == refused
     assert sum(MESSAGE in record.getMessage() for record in caplog.records) == len(refused)
@@ -85,7 +112,7 @@ def test_each_kernel_may_be_refused(kernel, monkeypatch, caplog):
 def test_what_is_refused_counts_in_the_first_pool_of_a_process(monkeypatch, prewarm):
     """And in the budget that is logged when the engine is made, as a server does."""
     half = HalfModel("llama", num_hidden_layers=2)
-    RefusingGPU(monkeypatch, "write_kv")
+    RefusingGPU(monkeypatch, *NO_WRITE)
     mac = fake_mac(monkeypatch, "M4 Pro, 24 GB")
     monkeypatch.setattr("mlx_paged.kv.default_pool.USUAL_TOKENS", 1 << 20)
     monkeypatch.setattr("mlx_paged.runner.pooled_model.positions_of", lambda model: None)
@@ -101,22 +128,45 @@ def test_what_is_refused_counts_in_the_first_pool_of_a_process(monkeypatch, prew
     assert "+ copies " in first.line
 
 
+def test_a_write_by_elements_leaves_the_budget_as_it_is(monkeypatch):
+    """The first engine of a process has the pool of a Mac that refuses nothing."""
+    half = HalfModel("llama", num_hidden_layers=2)
+    fake_mac(monkeypatch, "M4 Pro, 24 GB")
+    budgets = []
+    for refused in ((), ("write_kv",)):
+        RefusingGPU(monkeypatch, *refused)
+        budgets.append(Engine(half.model, block_size=8, cache_limit=0).memory_budget)
+        assert bool(ops.refused) == bool(refused)
+    assert budgets[0] == budgets[1] and budgets[1].copies == 0
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_bits", [8, 6, 4])
 def test_quantized_writes_may_be_refused(kv_bits, monkeypatch):
     half = HalfModel("llama", num_hidden_layers=2, head_dim=32)
-    gpu = RefusingGPU(monkeypatch, "write_quantized")
+    gpu = RefusingGPU(monkeypatch, "write_quantized", "quantize_elements")
     with quantized_mlx_lm(kv_bits):
         engine, num_ties = complete(half, kv_bits)
     assert num_ties <= 1 and engine.stats.refused_kernels
     names = gpu.runner.trace.kernels
     assert any(name.startswith(("matrix_attention_k8", "matrix_attention_k6")) for name in names)
-    assert not any(name.startswith("write_quantized") for name in names)
+    assert not any(name.startswith(("write_quantized", "quantize")) for name in names)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kv_bits", [8, 6, 4])
+def test_quantized_writes_have_a_simplest_form(kv_bits, monkeypatch):
+    half = HalfModel("llama", num_hidden_layers=2, head_dim=32)
+    gpu = RefusingGPU(monkeypatch, "write_quantized")
+    with quantized_mlx_lm(kv_bits):
+        engine, num_ties = complete(half, kv_bits)
+    assert num_ties <= 1 and engine.manager.pool.in_place and not ops.plain
+    assert any(name.startswith("quantize_elements") for name in gpu.runner.trace.kernels)
 
 
 def test_latent_writes_may_be_refused(monkeypatch):
     half = HalfModel("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=2)
-    RefusingGPU(monkeypatch, "write_kv")
+    RefusingGPU(monkeypatch, *NO_WRITE)
     engine, num_ties = complete(half)
     assert num_ties <= 1 and engine.stats.refused_kernels
 

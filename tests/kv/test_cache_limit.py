@@ -190,6 +190,8 @@ def test_where_plain_mlx_computes_its_copies_count(mac, llama, monkeypatch):
     full, engine = default_kv_memory(), Engine(llama, num_blocks=32)
     assert engine.memory_budget.copies == 0
     monkeypatch.setitem(ops.refused, "write_kv_float", "planted")
+    assert engine.memory_budget.copies == 0  # its simplest form runs
+    monkeypatch.setattr(ops, "plain", {"write_elements_float"})
     assert engine.memory_budget.copies == COPIED * engine.manager.pool.nbytes
     assert default_kv_memory() == pytest.approx(full / (1 + COPIED), rel=0.01)
 

@@ -55,7 +55,7 @@ def test_keys_and_values_of_a_write_are_moved_as_the_type_that_its_kernel_has(kv
     size = {"write_kv<uchar>": 1, "write_kv<half>": 2}[launch["instantiation"]]
     params = launch["params"][1]
     strides = np.frombuffer(params[: 4 * 24], np.int64).reshape(4, 3)
-    *_, k_parts, v_parts = np.frombuffer(params[6 * 24 :], np.int32)
+    _, _, k_parts, v_parts, *_ = np.frombuffer(params[6 * 24 :], np.int32)
     each = size if launch["constants"][24] else 4 * size
     for cache, of_rows, of_cache, parts in zip(
         caches, strides[:2], strides[2:], (k_parts, v_parts), strict=True

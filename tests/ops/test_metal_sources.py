@@ -17,7 +17,10 @@ from tests.metal_emulator.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = re.compile(r"constant \w+ \w+ \[\[function_constant\((\d+)\)\]\];")
-KERNELS = ("paged_attention", "matrix_attention", "merge_splits", "write_kv", "copy_blocks")
+KERNELS = (
+    *("paged_attention", "matrix_attention", "merge_splits", "write_kv", "copy_blocks"),
+    *("write_quantized", "write_elements", "quantize_elements", "copy_elements"),
+)
 
 LAUNCHES = {launch["kernel"]: launch for launch in launches()}
 
