@@ -1,6 +1,7 @@
 """Adapters that requests may name: those of flags, and folders under ``--adapters-dir``."""
 
 import argparse
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
@@ -11,6 +12,8 @@ from mlx_paged.engine.service import EngineService
 from mlx_paged.protocol.fields import Fields
 from mlx_paged.protocol.model_paths import DEFAULT
 from mlx_paged.protocol.request_body import Refusal
+
+LOGGER = logging.getLogger(__name__)
 
 MOST_NAMES = 1000
 LONGEST_NAME = 200
@@ -58,7 +61,12 @@ class ServedAdapters:
         it may not be used, and ValueError if it cannot be."""
         known = self._args.adapters or {}
         if given in known:
-            service.prepare_adapter(given)
+            try:
+                service.prepare_adapter(given)
+            except ValueError:  # its message has a path
+                LOGGER.warning("adapter %r cannot be read again", given, exc_info=True)
+                message = f"adapters: the files of {given!r:.200} have changed: expected a new load"
+                raise Refusal(400, message, param="adapters") from None
             return given
         folder = self._folder(given)
         name = self._path_of(folder)

@@ -14,6 +14,7 @@ import pytest
 from mlx_paged import Engine, EngineService, SamplingParams, ops
 from mlx_paged.adapters import stacks, store
 from mlx_paged.metrics.stats import resident_bytes
+from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.server.served_adapters import ServedAdapters
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 from tests.support.models.architectures import VOCAB, build
@@ -194,6 +195,10 @@ def test_a_changed_folder_is_told_when_a_request_comes(folders, alone, tmp_path)
     with EngineService(engine) as service:
         with pytest.raises(ValueError, match=r"adapter x in .* has changed"):
             service.submit(PROMPT, SamplingParams(max_tokens=TOKENS, adapter="x"))
+        served = ServedAdapters(Namespace(adapters_dir=None, adapters={"x": tmp_path / "x"}))
+        with pytest.raises(Refusal, match="the files of 'x' have changed") as refused:
+            served.use(service, "x")
+        assert str(tmp_path) not in str(refused.value)
         params = SamplingParams(max_tokens=TOKENS, adapter="a")
         assert service.submit(PROMPT, params).result().tokens == alone("a")
 
