@@ -87,6 +87,34 @@ def test_quantized_rows_are_written_without_copies(kv_bits):
     assert max(found[1]) < max(found[0]) + LARGE // 2
 
 
+def addresses(pool: KVPool) -> list[int]:
+    """Where each array of a pool begins in memory."""
+    mx.eval(pool.handles())
+    kinds = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+    arrays = (each.transpose(1, 0, 2, 3).view(kinds[each.itemsize]) for each in pool.handles())
+    memories = map(as_numpy, arrays)
+    return [memory.__array_interface__["data"][0] for memory in memories]
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_no_array_of_the_pool_is_allocated_again(name, kv_bits):
+    """A write that copies an array has its result in other memory."""
+    model = tiny_model(name, **({"head_dim": 32} if name == "llama" else {}))
+    model.set_dtype(mx.bfloat16)
+    engine = Engine(model, num_blocks=64, prefill_chunk=24, kv_bits=kv_bits, compile=False)
+    pool, num_steps, num_moved = engine.manager.pool, 0, 0
+    for prompt in PROMPTS:
+        engine.add_request(prompt, max_tokens=NUM_TOKENS)
+    before = addresses(pool)
+    while engine.has_work:
+        engine.step()
+        after = addresses(pool)
+        num_moved += sum(x != y for x, y in zip(before, after, strict=True))
+        num_steps, before = num_steps + 1, after
+    assert num_steps > NUM_TOKENS and num_moved == 0
+
+
 def test_a_fork_copies_a_block_and_no_pool():
     model, found = tiny_model("llama"), []
     for num_blocks in SIZES:
