@@ -214,10 +214,22 @@ class _Beam(NamedTuple):
 
 
 def plain_beam_search(
-    logprobs: Logprobs, prompt: Sequence[int], params: SamplingParams, options: BeamOptions
+    logprobs: Logprobs,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    options: BeamOptions,
+    preferred: Sequence[Sequence[int]] = (),
+    margin: float = 0.0,
 ) -> list[list[int]]:
     """The best hypotheses' tokens, best first, looking at every token of the vocabulary and going
-    on for as long as it may make a difference, `options.early_stopping` apart."""
+    on for as long as it may make a difference, `options.early_stopping` apart. A hypothesis that
+    one of the `preferred` ones begins with wins against better ones within the `margin`."""
+
+    def rank(beam: _Beam) -> float:
+        tokens = beam.tokens
+        is_preferred = any(tokens == [*each[: len(tokens)]] for each in preferred)
+        return -beam.total - (margin if is_preferred else 0.0)
+
     width = options.num_beams
     live = [_Beam(0.0, [])]
     finished: list[_Beam] = []
@@ -227,7 +239,7 @@ def plain_beam_search(
             row = logprobs([*prompt, *beam.tokens])
             order = np.argsort(-row, kind="stable").tolist()
             pool += [_Beam(beam.total + float(row[t]), [*beam.tokens, t]) for t in order]
-        pool.sort(key=lambda beam: -beam.total)
+        pool.sort(key=rank)
         ends = [beam.tokens[-1] in params.stop_token_ids for beam in pool]
         finished += [beam for beam, end in zip(pool[:width], ends, strict=False) if end]
         live = [beam for beam, end in zip(pool, ends, strict=True) if not end][:width]
@@ -235,7 +247,7 @@ def plain_beam_search(
             break
         if length == params.max_tokens:
             finished += live
-    finished.sort(key=lambda beam: -beam.total / len(beam.tokens) ** options.length_penalty)
+    finished.sort(key=lambda beam: rank(beam) / len(beam.tokens) ** options.length_penalty)
     return [beam.tokens for beam in finished[:width]]
 
 
