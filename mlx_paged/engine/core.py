@@ -59,7 +59,6 @@ class EngineCore(CacheControl, BeamCalls):
         ready: outputs that the next :meth:`step` returns.
         clock: seconds, for all times of requests and steps.
         token_ids: checks ids of tokens; any thread may use it.
-        constraints: makes those of requests. Any thread may compile more, before it adds a request.
         device_faults: steps that the device failed in, since the latest token.
     """
 
@@ -95,7 +94,7 @@ class EngineCore(CacheControl, BeamCalls):
         rows = vocab_size if embedding_rows is None else embedding_rows
         self.token_ids = TokenIds(rows, vocab_size, tokenizer)
         usable = self.token_ids.num_usable
-        self.constraints: Constraints = Grammars(tokenizer, vocab_size, usable, mixes_steps)
+        constraints = Grammars(tokenizer, vocab_size, usable, mixes_steps)
         self._encode = PromptEncoder(tokenizer, self.token_ids)
         self.clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
@@ -103,7 +102,7 @@ class EngineCore(CacheControl, BeamCalls):
         self._recorder.watch(self.observers)
         self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, self.observers)
         self._outputs = OutputProcessor(tokenizer, clock)
-        self._make_request = RequestMaker(lambda *of: self.constraints.start(*of), clock, seed)
+        self._make_request = RequestMaker(constraints, clock, seed)
         self._requests, self._kept = dict[int, Request](), dict[int, Request]()
         self._beams: dict[int, BeamSearch] = {}  # by request id of every hypothesis
 
@@ -115,6 +114,16 @@ class EngineCore(CacheControl, BeamCalls):
     @runner.setter
     def runner(self, runner: Runner[Any]) -> None:
         self._pipeline.runner = runner
+
+    @property
+    def constraints(self) -> Constraints:
+        """What makes the constraints of requests. Any thread may compile more, before it adds a
+        request. It may be replaced."""
+        return self._make_request.constraints
+
+    @constraints.setter
+    def constraints(self, constraints: Constraints) -> None:
+        self._make_request.constraints = constraints
 
     @property
     def has_work(self) -> bool:
@@ -251,9 +260,15 @@ class EngineCore(CacheControl, BeamCalls):
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         tokens = parent.tokens + self._encode(suffix, continues=True).tokens
         seed = None if inherits else given.seed
-        how = parent.prompt_of(tokens), given, seed, Queueing.of(parent)
         constraint = parent.constraint.copy(tokens) if inherits and parent.constraint else None
-        child = self._make_request(*how, like=parent, constraint=constraint)
+        child = self._make_request(
+            parent.prompt_of(tokens),
+            given,
+            seed,
+            Queueing.of(parent),
+            like=parent,
+            constraint=constraint,
+        )
         child.keep_blocks = keep
         self.scheduler.check_fits(child)
         self._admit([child], lambda: self.scheduler.fork(parent, child), context=parent.generated)

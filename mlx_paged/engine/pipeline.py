@@ -27,9 +27,7 @@ from mlx_paged.scheduler.step import (
 LOGGER = logging.getLogger(__name__)
 
 MAX_FAULTS = 3  # failed steps of a request before it ends, if none shows that it is the cause
-MOST_KNOWN = (
-    256  # tokens that a request gets beside its choice, so that its reader's inbox has room
-)
+MOST_KNOWN = 256  # tokens that a request gets beside its choice: its reader's inbox has room
 
 
 class Pause(Protocol):

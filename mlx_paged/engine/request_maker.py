@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require, require_flags, require_text
-from mlx_paged.constraint import Constraint
+from mlx_paged.constraint import Constraint, Constraints
 from mlx_paged.engine.text import PromptEncoder, PromptLike
 from mlx_paged.prompt import Prompt
 from mlx_paged.request import BACKGROUND, Request, Variant
@@ -91,10 +91,8 @@ def _no_variant(name: str | None) -> None:
 class RequestMaker:
     """Makes requests with ids in their order, seeds, arrival times and constraints.
 
-    Args:
-        constrain: the constraint that options ask for, of tokens from a position on.
-
     Attributes:
+        constraints: makes the constraints that options ask for.
         variant_of: what is added to the model for requests with this name of an adapter.
     """
 
@@ -102,12 +100,12 @@ class RequestMaker:
 
     def __init__(
         self,
-        constrain: Callable[[SamplingParams, int], Constraint | None],
+        constraints: Constraints,
         clock: Callable[[], float],
         seed: int | None,
     ) -> None:
         self.variant_of = _no_variant
-        self._constrain = constrain
+        self.constraints = constraints
         self._clock = clock
         self._rng = np.random.default_rng(seed)
         self._next_id = 0
@@ -147,7 +145,7 @@ class RequestMaker:
             num_prompt=len(prompt) - len(logprobs),
             logprobs=[*logprobs],
         )
-        request.constraint = constraint or self._constrain(params, len(prompt))
+        request.constraint = constraint or self.constraints.start(params, len(prompt))
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(prompt)
         request.arrival_time = self._clock()

@@ -212,9 +212,8 @@ def masks_of(
     for index, each in enumerate(rows):
         state = each.constraint
         try:
-            if (
-                each.is_tentative
-            ):  # the copy of the row before has followed all tokens but the last one
+            if each.is_tentative:
+                # The copy of the row before has followed all tokens but the last one.
                 state = ahead[id(each.constraint)] = ahead.get(id(state), state).copy(each.tokens)
             else:
                 state.follow(each.tokens)
