@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect cases of tests that are marked ``sampled(n)``, as `--cases` says. The sample has one
     case in n, rounded down: a test with one case is not in it, nor is one that is marked ``slow``.
     Of a test without a mark that has more than `MANY` cases one in `OF_MANY` is in the sample; all
-    are of tests of the project.
+    are of tests of the project and of a real model.
     "others" are the cases that the sample lacks. Of these, `--one-in` N runs all cases of a test or
     none. A test that the command line names by ``::`` runs with all its cases."""
     for item in items:
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             sample = []
         elif marks:
             sample = Random(name).sample(cases, len(cases) // marks[0].args[0])
-        elif len(cases) > MANY and not name.startswith("tests/project/"):
+        elif len(cases) > MANY and not name.startswith(("tests/project/", "tests/real_model/")):
             sample = Random(name).sample(cases, len(cases) // OF_MANY)
         kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
