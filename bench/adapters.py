@@ -41,7 +41,7 @@ SIZE = 0.02
 """Of the numbers of a factor."""
 QUIET_S = 3.0
 """How long streams run before the first load."""
-STREAM_TOKENS = 4000
+STREAM_TOKENS = 8000
 BASE_TOKENS = 5
 WARM_UP = 6
 """Steps that are not timed."""
