@@ -115,10 +115,6 @@ class ModelRunner:
         )
         self._tables = self._new_tables()
 
-    def choose_graphs(self, compile: bool | None, max_rows: int) -> None:
-        """Choose whether :meth:`compile_decodes`."""
-        self.compile_decodes(compile, max_rows)
-
     @property
     def reports(self) -> dict[str, Any]:
         """What the runner reports in an engine's statistics, by the field's name."""

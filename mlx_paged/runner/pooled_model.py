@@ -200,7 +200,7 @@ class PooledModel:
         self.command_bound = None
         if working_set() is not None:
             self.command_bound = command_bound(measured.model, self.profile)
-        self.runner.choose_graphs(config.compile, config.max_running)
+        self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
         self.refused_kernels = ops.refused
 

@@ -69,7 +69,7 @@ class Speculation:
         drafters: make the guesses.
         reads_first: whether the next step will have drafts. Then the step under way must be read
             before the next step is scheduled.
-        num_computed: drafts that were computed.
+        num_drafted: drafts that were computed.
         num_right: drafts that were right.
         by_depth: for each depth the drafts that were computed, and those that were right.
     """
@@ -85,7 +85,7 @@ class Speculation:
         self.drafters = [*drafters]
         self._drafter_of: dict[int, Drafter] = {}  # by request id, where there are several
         self.reads_first = False
-        self.num_computed = self.num_right = self._num_plans = 0
+        self.num_drafted = self.num_right = self._num_plans = 0
         most = max(each.num_tokens for each in drafters)
         self.by_depth = [[0, 0] for _ in range(most)]
         self._predicted: _Plain | None = None  # of this step, until its depths are known
@@ -97,7 +97,7 @@ class Speculation:
     def reported(self) -> dict[str, Any]:
         """The drafts of all requests so far."""
         return {
-            "drafts": self.num_computed,
+            "drafts": self.num_drafted,
             "accepted_drafts": self.num_right,
             "drafts_by_depth": self.by_depth,
         }
@@ -136,7 +136,7 @@ class Speculation:
     def learn(self, report: StepReport) -> None:
         """Count the drafts of a step that has been settled, and let the drafter learn from them."""
         for request, drafted, accepted in report.verified:
-            self.num_computed += drafted
+            self.num_drafted += drafted
             self.num_right += accepted
             for depth, counts in enumerate(self.by_depth[:drafted]):
                 counts[0] += 1

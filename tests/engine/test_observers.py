@@ -59,9 +59,9 @@ def test_wrong_drafts_leave_the_report():
     speculation = engine.scheduler.proposals
     speculation._depths = lambda likely: {request: 3 for request, p in likely.items() if p}
     run(engine, max_tokens=40)
-    wrong = speculation.num_computed - speculation.num_right
+    wrong = speculation.num_drafted - speculation.num_right
     assert sum(computed) - sum(kept) == wrong > 0
-    assert engine.levels().reported["drafts"] == speculation.num_computed
+    assert engine.levels().reported["drafts"] == speculation.num_drafted
 
 
 def test_levels_are_those_of_the_latest_tick(engine):

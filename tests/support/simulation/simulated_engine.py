@@ -131,7 +131,7 @@ class Simulation:
         self.counts["recurrent"] = self.setting.recurrent
         self.counts["compiled"] = getattr(self.runner.inner, "compiled", None) is not None
         if scheduler.proposals.exist:
-            self.counts["drafts"] = scheduler.proposals.num_computed
+            self.counts["drafts"] = scheduler.proposals.num_drafted
             self.counts["accepted_drafts"] = scheduler.proposals.num_right
         return self.counts
 
