@@ -28,6 +28,7 @@ from mlx_paged.doctor.variants import (
     Variant,
     all_variants,
     attention_call,
+    launches_of,
     normal,
 )
 from tests.support.ops.metal_runner import MetalRunner
@@ -240,6 +241,17 @@ class TestEveryKind:
     def test_there_are_all(self):
         assert {variant.kind for variant in OF_EACH_KIND} == {*KINDS}
         assert {variant.option for variant in OF_EACH_KIND} == {*OPTIONS}
+
+    def test_the_simplest_forms_are_planned_for_their_variants_alone(self):
+        for variant in VARIANTS:
+            if variant.is_simplest or variant.heads == "d64":
+                planned = [launch["kernel"] for launch in launches_of(variant)]
+                if variant.op != "attention":
+                    are_simplest = all("_elements_" in kernel for kernel in planned)
+                    assert planned and are_simplest is variant.is_simplest, variant.name
+                elif variant.is_simplest:
+                    [kernel] = planned
+                    assert "_r1_" in kernel, variant.name
 
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize("planted", ["rounding", "tables"])
