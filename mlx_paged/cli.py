@@ -20,6 +20,7 @@ from mlx_paged.option_kinds import (
     NamedPaths,
     OneOf,
     OnOff,
+    OptionFlag,
     PathOrAuto,
     read_number,
 )
@@ -168,14 +169,25 @@ def flag_of(name: str, kind: Kind | None = None, **changes: Any) -> Flag:
         kind: reads the text, instead of the option's own kind.
         changes: fields of :class:`OptionFlag` that a command has otherwise.
     """
-    option = OPTIONS[name]
-    assert option.flag is not None, name
-    flag = replace(option.flag, **changes)
+    flag = replace(_option_flag(name), **changes)
     default = DEFAULTS[name] if flag.default is SAME else flag.default
-    kinds = _argparse_of(kind or option.kind, flag.names, default)
+    kinds = _argparse_of(kind or OPTIONS[name].kind, flag.names, default)
     if "names" not in changes:
         kinds = {"dest": name} | kinds
     return flag.names, kinds, default, flag.metavar, flag.help
+
+
+def flag_default(name: str) -> Any:
+    """The value of an option's flag in a command line without the flag."""
+    default = _option_flag(name).default
+    return DEFAULTS[name] if default is SAME else default
+
+
+def _option_flag(name: str) -> OptionFlag:
+    """The flag of an option that has one."""
+    flag = OPTIONS[name].flag
+    assert flag is not None, name
+    return flag
 
 
 def _argparse_of(kind: Kind, names: str, default: object) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import hf_repo_to_path, load_config
 
-from mlx_paged.cli import demo_model_path, flag_of
+from mlx_paged.cli import demo_model_path, flag_default
 from mlx_paged.launched import rank
 from mlx_paged.model_folders import check_model
 from mlx_paged.option_kinds import Option, PathOrAuto
@@ -57,7 +57,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def of_another_model(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of a command for another model than that of ``--model``, to which the adapter
     and the options :data:`OF_ONE_MODEL` belong."""
-    others = {name: flag_of(name)[2] for name in OF_ONE_MODEL}
+    others = {name: flag_default(name) for name in OF_ONE_MODEL}
     return argparse.Namespace(**vars(args) | {"adapter_path": None} | others)
 
 

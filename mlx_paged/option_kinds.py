@@ -2,11 +2,11 @@
 Knows no mlx."""
 
 import math
-import pathlib as files
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from os import PathLike
+from os.path import exists, isfile
 from typing import Any
 
 from mlx_paged.arguments import (
@@ -208,7 +208,7 @@ class Directory(Path):
     """The path of a directory, which need not exist, or None."""
 
     def problem(self, value: Any) -> str | None:
-        is_file = value is not None and files.Path(value).is_file()
+        is_file = value is not None and isfile(value)
         return "it is a file: expected a directory" if is_file else None
 
 
@@ -224,7 +224,7 @@ class PathOrAuto(Path):
         return str(value) == "auto"
 
     def problem(self, value: Any) -> str | None:
-        is_there = value is None or self.is_auto(value) or files.Path(value).exists()
+        is_there = value is None or self.is_auto(value) or exists(value)
         return None if is_there else "no such file or directory"
 
 
@@ -241,9 +241,11 @@ class NamedPaths(Kind):
         return None if value is None else dict(value)
 
     def read(self, text: str) -> dict[str, str]:
-        name, is_pair, path = text.partition("=")
-        if not (name and is_pair and path):
+        name, _, path = text.partition("=")
+        if not (name and path):
             raise ValueError(f"expected NAME=PATH, got {text!r}")
+        if not name.isprintable():
+            raise ValueError(f"expected NAME=PATH with a printable name, got {text!r}")
         return {name: path}
 
 

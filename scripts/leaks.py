@@ -143,7 +143,7 @@ MUTATORS = {
 VERBS = {
     "scheduler": {
         *("add", "check_fits", "schedule", "commit", "complete", "recover", "clear", "fork"),
-        *("begun", "settle", "foresee", "copies_done", "take_released", "discard"),
+        *("begun", "settle", "foresee", "copies_done", "take_released", "take_rested", "discard"),
         *("forget_cached", "leave_tier", "park", "unpark", "release", "levels", "ahead_of"),
         *("blocks_in_use", "gives_several", "has_tier", "tier_metrics", "refcount_histogram"),
         *("copies_when_idle", "has_more_copies", "keep_copies"),

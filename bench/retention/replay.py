@@ -46,7 +46,7 @@ class AnswerRunner:
     def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
         assert not stores and not loads
 
-    def release(self, state_ids: Sequence[int]) -> None:
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None:
         pass
 
     def recover(self, error: BaseException | None = None) -> None:

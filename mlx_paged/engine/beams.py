@@ -315,7 +315,9 @@ class BeamCalls:
         Raises:
             ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
         """
-        queueing = check_queueing("beam_search", priority, cache_salt, share)
+        queueing = check_queueing(
+            "beam_search", priority=priority, cache_salt=cache_salt, share=share
+        )
         params = checked_params("beam_search", params, options, self._encode, prompt)
         # Each live hypothesis writes into a block of its own.
         vocab_size = self.token_ids.columns

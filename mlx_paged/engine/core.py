@@ -182,8 +182,15 @@ class EngineCore(CacheControl, BeamCalls):
             ValueError: an empty prompt, a token that the model does not have, an argument of a
                 wrong kind or out of range, or a request that the pool could never hold.
         """
-        how = priority, cache_salt, share, turn_ends, keep, marks
-        queueing = check_queueing("add_request", *how)
+        queueing = check_queueing(
+            "add_request",
+            priority=priority,
+            cache_salt=cache_salt,
+            share=share,
+            turn_ends=turn_ends,
+            keep=keep,
+            marks=marks,
+        )
         params = checked_params("add_request", params, options, self._encode, prompt)
         request = self._make_request(self._encode(prompt), params, params.seed, queueing)
         request.keep_blocks = keep
@@ -212,8 +219,14 @@ class EngineCore(CacheControl, BeamCalls):
             ValueError: `n` below 1, or as :meth:`add_request`.
         """
         n = integer("add_samples", "n", n, 1)
-        how = priority, cache_salt, share, turn_ends, False, marks
-        queueing = check_queueing("add_samples", *how)
+        queueing = check_queueing(
+            "add_samples",
+            priority=priority,
+            cache_salt=cache_salt,
+            share=share,
+            turn_ends=turn_ends,
+            marks=marks,
+        )
         params = checked_params("add_samples", params, options, self._encode, prompt)
         encoded = self._encode(prompt)
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
@@ -387,7 +400,7 @@ class EngineCore(CacheControl, BeamCalls):
     def _release_states(self) -> None:
         """Let the runner forget what nothing reads any more, unless the next step tells it."""
         if not self._requests:
-            self.runner.release(self.scheduler.take_released())
+            self.runner.release(self.scheduler.take_released(), self.scheduler.take_rested())
 
     def _take(self, result: StepResult) -> None:
         """Append the tokens of a step, and recover from its fault."""

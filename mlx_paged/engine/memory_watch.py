@@ -39,7 +39,7 @@ def watch_memory(
 
     def forget_kept() -> bool:
         had_any = scheduler.forget_kept()
-        runner.release(scheduler.take_released())
+        runner.release(scheduler.take_released(), scheduler.take_rested())
         return had_any
 
     def save() -> bool:  # the pipeline has the watch: a cycle would keep the pool alive

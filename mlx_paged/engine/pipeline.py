@@ -178,7 +178,7 @@ class StepPipeline(Generic[LaunchedT]):
                     before.copies.extend(copies)
                 assert not step.copies, "copies without a step that performs them"
                 self._scheduler.copies_done()
-                self.runner.release(step.released)
+                self.runner.release(step.released, step.rested)
                 return None
             launched = self.runner.launch(step, before.launched if before else None)
         except BaseException as error:

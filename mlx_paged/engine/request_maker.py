@@ -55,6 +55,7 @@ class Queueing(NamedTuple):
 
 def check_queueing(
     caller: str,
+    *,
     priority: object,
     cache_salt: object,
     share: Sequence[str],

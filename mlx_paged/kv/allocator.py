@@ -268,6 +268,11 @@ class BlockAllocator:
         released, self.states.released = self.states.released, []
         return released
 
+    def take_rested(self) -> list[int]:
+        """The ids of states that are only kept for later prompts since the call before."""
+        rested, self.states.rested = self.states.rested, []
+        return rested
+
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares each block with its parent until one of them writes it."""
         parent = self._sequence(parent_seq_id)

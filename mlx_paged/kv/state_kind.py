@@ -63,15 +63,16 @@ class StateKind(Protocol):
 
     Attributes:
         exist: whether the model has such layers.
-        released: ids of states that nobody holds any more; the next step names them. A negative
-            number: the state with this id, without the sign, is only kept for later prompts from
-            now on, and may be stored in fewer bytes.
+        released: ids of states that nobody holds any more; the next step names them.
+        rested: ids of states that are only kept for later prompts from now on, and may be stored in
+            fewer bytes; the next step names them.
         layout: how states are kept that later prompts begin with, where they are rounded; empty:
             as they were computed.
     """
 
     exist: bool
     released: list[int]
+    rested: list[int]
     layout: str
 
     @property
@@ -150,6 +151,7 @@ class NoStates:
 
     def __init__(self) -> None:
         self.released: list[int] = []
+        self.rested: list[int] = []
 
     def prefix_ends(self, caches: Sequence[PrefixCache]) -> PrefixEnds:
         return AnyEnd(caches)

@@ -82,6 +82,7 @@ class StateIds:
         if integer("Engine", "max_snapshots", max_snapshots, 0):
             self.snapshots = Snapshots(max_snapshots, self.release)
         self.released: list[int] = []
+        self.rested: list[int] = []
         self.layout = layout
         self._state_bytes = state_bytes
         self._kept_bytes = state_bytes if kept_bytes is None else kept_bytes
@@ -139,7 +140,7 @@ class StateIds:
             return
         if self.snapshots is not None and self.snapshots.has_state(state_id):
             self._at_rest.add(state_id)
-            self.released.append(-state_id)
+            self.rested.append(state_id)
 
     # Of sequences
 

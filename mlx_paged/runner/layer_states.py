@@ -68,8 +68,11 @@ class LayerStates(Protocol):
         """Which of the layers with states use one of these caches of the model."""
 
     def release(self, state_ids: Iterable[int]) -> None:
-        """Forget states, or store them in fewer bytes: see `StateKind.released`. Ids of states
-        that were never computed are ignored."""
+        """Forget states. Ids of states that were never computed are ignored."""
+
+    def rest(self, state_ids: Iterable[int]) -> None:
+        """Store states in fewer bytes with the next :meth:`separate`, unless they are forgotten
+        before it."""
 
     def separate(self, spans: Sequence[Span] = ()) -> list[mx.array]:
         """Give states that these spans, which were computed now, do not read or leave at their ends

@@ -222,6 +222,7 @@ class ModelRunner:
         launched.pending += [array for each in launched.hidden for array in each.arrays]
         if self.states.exist:
             self.states.release(step.released)
+            self.states.rest(step.rested)
             separated = self.states.separate(step.spans)
             launched.pending += self.states.left_by(step.spans) + separated
         if logits:
@@ -351,10 +352,11 @@ class ModelRunner:
         launched.pending += [each for each in (*arrays, sampled.chosen) if each is not None]
         return True
 
-    def release(self, state_ids: Sequence[int]) -> None:
-        """Forget states, while no step is planned that has not been launched. Those that
-        are left get arrays of their own."""
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None:
+        """Forget states, and let others rest, while no step is planned that has not been launched.
+        The states that are left get arrays of their own."""
         self.states.release(state_ids)
+        self.states.rest(rested)
         if self._held_back is None:  # else it would have to begin now
             separated = self.states.separate()
             if separated:

@@ -17,7 +17,7 @@ from mlx_paged.scheduler.step import Span, Step
 
 DIGEST_BYTES = 16
 
-VERSION = 3
+VERSION = 4
 """Of the frames between ranks. The first frame of rank 0 names it."""
 
 
@@ -27,9 +27,10 @@ class DigestMismatch(RuntimeError):
 
 class PlanWriter:
     """Writes a runner's steps as plans. A plan has the spans with their tokens and the ids of their
-    recurrent states, the copies, the states that are released, and the changed entries of the
-    sequences' block tables. A plan begins with a digest. The digest covers the digest of the plan
-    before, the plan itself, and every row of the block tables that the plan changes."""
+    recurrent states, the copies, the states that are released or only kept for later prompts, and
+    the changed entries of the sequences' block tables. A plan begins with a digest. The digest
+    covers the digest of the plan before, the plan itself, and every row of the block tables that
+    the plan changes."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
@@ -37,9 +38,14 @@ class PlanWriter:
         self._sent: dict[tuple[int, int], tuple[int, Int32Array]] = {}
         self.digest = b""
 
-    def write(self, step: Step, awaits: bool, released: Sequence[int] = ()) -> bytes:
-        """`awaits`: some tokens of the step come later. `released`: recurrent states that were
-        released before the step."""
+    def write(
+        self,
+        step: Step,
+        awaits: bool,  # some tokens of the step come later
+        released: Sequence[int] = (),  # recurrent states that were released before the step
+        rested: Sequence[int] = (),  # recurrent states that rest since before the step
+    ) -> bytes:
+        """The message of a step."""
         rows = self._allocator.table_rows([span.request.id for span in step.spans])
         changes = self._table_changes(rows)
         spans = [
@@ -53,7 +59,8 @@ class PlanWriter:
         ]
         copies = [(copy.src, copy.dst, copy.group) for copy in step.copies]
         how = awaits, step.is_held_back
-        plan = how, [*released, *step.released], changes, copies, spans
+        states = [*released, *step.released], [*rested, *step.rested]
+        plan = how, states, changes, copies, spans
         content = json.dumps(plan, separators=(",", ":")).encode()
         self.digest = _digest(self.digest, content, self._allocator, changes)
         return self.digest + content
@@ -104,7 +111,8 @@ class PlanReader:
         """The step, and whether it awaits tokens. Raises DigestMismatch if rank 0's plans or
         block tables are others."""
         expected, content = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
-        (awaits, is_held_back), released, changes, copies, spans = json.loads(content)
+        how, (released, rested), changes, copies, spans = json.loads(content)
+        awaits, is_held_back = how
         for row, group, start, (entries, *blocks) in changes:
             self._allocator.block_tables.put(row, group, start, entries)
             self._allocator.store.put_blocks(entries, blocks, group)
@@ -114,6 +122,7 @@ class PlanReader:
             spans=[self._span(before, rows, *span) for span in spans],
             copies=[BlockCopy(*copy) for copy in copies],
             released=released,
+            rested=rested,
             is_held_back=is_held_back,
         )
         self.digest = _digest(self.digest, content, self._allocator, changes)

@@ -229,6 +229,7 @@ class LeadingRunner:
         self.transfer = runner.transfer
         self._writer = PlanWriter(runner.allocator)
         self._released: list[int] = []  # states of which the others are told with the next plan
+        self._rested: list[int] = []
         self._error: BaseException | None = None  # of a launch: the others wait for that step
 
     @property
@@ -239,8 +240,8 @@ class LeadingRunner:
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         started = time.perf_counter()
         awaits = any(not span.known for span in step.spans)
-        plan = self._writer.write(step, awaits, self._released)
-        self._released = []
+        plan = self._writer.write(step, awaits, self._released, self._rested)
+        self._released, self._rested = [], []
         self.ranks.send(Kind.PLAN, plan)
         self.stats["plans"] += 1
         self.stats["plan_bytes"] += len(plan)
@@ -266,9 +267,10 @@ class LeadingRunner:
         self.ranks.answers()
         return tokens
 
-    def release(self, state_ids: Sequence[int]) -> None:
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None:
         self._released += state_ids
-        self.runner.release(state_ids)
+        self._rested += rested
+        self.runner.release(state_ids, rested)
 
     def recover(self, error: BaseException | None = None) -> None:
         """End the process: nobody knows how much of the step the other ranks have computed. That

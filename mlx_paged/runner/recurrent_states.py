@@ -199,15 +199,17 @@ class RecurrentStates:
         self._empty_caches()
 
     def release(self, state_ids: Iterable[int]) -> None:
-        """Forget states, or store them in 8 bits: those of negative numbers. Ids that the store
-        does not have, of a step that failed, are ignored."""
+        """Forget states. Ids that the store does not have, of a step that failed, are ignored."""
         for state_id in state_ids:
-            if state_id < 0:
-                self._to_store.add(-state_id)
-            elif (place := self._held.pop(state_id, None)) is not None:
+            if (place := self._held.pop(state_id, None)) is not None:
                 place[0].held -= 1
         self._mixed.intersection_update(self._held)
         self._to_store.intersection_update(self._held)
+
+    def rest(self, state_ids: Iterable[int]) -> None:
+        """Store states in 8 bits with the next :meth:`separate`. Ids that the store does not have,
+        of a step that failed, are ignored."""
+        self._to_store.update(self._held.keys() & state_ids)
 
     def separate(self, spans: Sequence[Span] = ()) -> list[mx.array]:
         """Let states that these spans, which were computed now, do not read or leave at their ends

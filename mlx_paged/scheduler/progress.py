@@ -79,6 +79,7 @@ class Planning:
         self,
         stores: Sequence[BlockTransfer] = (),
         released: Sequence[int] = (),
+        rested: Sequence[int] = (),
         is_read_first: bool = False,
         is_held_back: bool = False,
     ) -> Step:
@@ -89,6 +90,7 @@ class Planning:
             loads=self.loads,
             copies=self.copies,
             released=released,
+            rested=rested,
             work=self.work,
             prompt_tokens=self.prompt_tokens,
             is_plain=self.is_plain,

@@ -52,7 +52,6 @@ class Scheduler(Places):
         bound: CommandBound | None = None,  # of the commands of a GPU
         # Opens the tier, if prefixes are shared.
         open_tier: Callable[[PredictSeconds], Tier] | None = None,
-        # The others are those of :class:`Places`.
         prefix_cache: bool = True,
         policy: Policy = Policy.FCFS,
         victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
@@ -122,6 +121,7 @@ class Scheduler(Places):
         step = planning.step(
             stores=list(self.tier.leaving.values()),
             released=self.allocator.take_released() if self.allocator.states.released else [],
+            rested=self.allocator.take_rested() if self.allocator.states.rested else [],
             is_read_first=self.proposals.reads_first or bool(planning.loads),
             is_held_back=self.progress.num_under_way > 0 and planning.work.chunk_tokens > 0,
         )
@@ -182,6 +182,10 @@ class Scheduler(Places):
     def take_released(self) -> list[int]:
         """The ids of states that nothing holds any more."""
         return self.allocator.take_released()
+
+    def take_rested(self) -> list[int]:
+        """The ids of states that are only kept for later prompts from now on."""
+        return self.allocator.take_rested()
 
     def copies_done(self) -> None:
         """The copies of the step that was planned have begun, or never will."""

@@ -112,8 +112,10 @@ class Step:
     loads: Sequence[BlockTransfer] = ()
     # Block copies to perform before any K/V is written.
     copies: Sequence[BlockCopy] = ()
-    # Ids of recurrent states that nothing reads after this step; see `StateKind.released`.
+    # Ids of recurrent states that nothing reads after this step.
     released: Sequence[int] = ()
+    # Ids of recurrent states that are only kept for later prompts from now on.
+    rested: Sequence[int] = ()
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
     is_plain: bool = False  # whether each span chooses one token of its request
@@ -216,9 +218,9 @@ class Runner(Protocol[LaunchedT]):
     def collect(self, launched: LaunchedT) -> list[SampledToken]:
         """Wait for a step; return one token for each of its requests, in order."""
 
-    def release(self, state_ids: Sequence[int]) -> None:
-        """Forget recurrent states, while no step is planned that has not been launched. A runner
-        hears of most states from the steps that release them."""
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None:
+        """Forget recurrent states, and keep the `rested` ones only for later prompts, while no step
+        is planned that has not been launched. Most states are named by steps instead."""
 
     def recover(self, error: BaseException | None = None) -> None:
         """Discard the steps under way and all states that `error` may have damaged. Until then, an

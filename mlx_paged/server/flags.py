@@ -170,11 +170,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.adapters_dir is not None and not Path(args.adapters_dir).is_dir():
         parser.error(f"--adapters-dir is {args.adapters_dir}: expected a directory")
     for name in args.adapters or ():
-        taken = name in (DEFAULT, *(args.served_model_name or [args.model]))
-        if taken or not name.isprintable():
-            parser.error(
-                f"--adapter has the name {name!r}: expected a printable name that no model has"
-            )
+        if name in (DEFAULT, *(args.served_model_name or [args.model])):
+            parser.error(f"--adapter has the name {name!r}: expected a name that no model has")
     try:
         tls.check(args)
         args.api_keys = keys.of_arguments(args)

@@ -96,7 +96,8 @@ def test_the_ledger_counts_the_bytes_that_are_there(name):
     for bits, engine in engines.items():
         for seed in range(3):
             hit(engine, text(NUM_PROMPT, seed))
-        engine.runner.release(engine.scheduler.take_released())  # as the next step does
+        released, rested = engine.scheduler.take_released(), engine.scheduler.take_rested()
+        engine.runner.release(released, rested)  # as the next step does
         states = engine.manager.allocator.states
         kept = [engine.runner.states._held[i][0] for i in states.snapshots.state_ids()]
         held = sum(
@@ -173,7 +174,8 @@ def test_a_snapshot_comes_back_from_the_disk_as_it_was(name, tmp_path):
         assert engine.metrics()["kv_disk"]["hits"] > 0
         assert found.cached_prompt_tokens == KNOWN
         assert differences(model, longer, found, at=KNOWN).max() < TOLERANCE
-        engine.runner.release(engine.scheduler.take_released())  # as the next step does
+        released, rested = engine.scheduler.take_released(), engine.scheduler.take_rested()
+        engine.runner.release(released, rested)  # as the next step does
         (line,) = [e for e in engine.manager.allocator.states.holdings() if e.name == "snapshots"]
         held = engine.runner.states._held.values()
         assert line.num_bytes == sum(

@@ -181,6 +181,11 @@ def test_a_model_that_cannot_be_paged_is_a_mistake(run, demo, monkeypatch):
     assert_one_line_mistake(run("-p", "x"), "model type plamo3 is refused: ")
 
 
+def test_a_name_of_an_adapter_is_printable(run, tmp_path):
+    result = run("-p", "x", "--adapter", f"a\nb={tmp_path}")
+    assert_one_line_mistake(result, "expected NAME=PATH with a printable name")
+
+
 def test_a_missing_adapter_is_a_mistake(run, tmp_path):
     path = tmp_path / "adapter"
     result = run("-p", "x", "--model", demo_model_path(), "--adapter-path", path)

@@ -130,10 +130,10 @@ def test_a_state_is_at_rest_when_only_a_snapshot_holds_it():
     fork = ids.fork(parent)
     ids.leave(fork, lambda snapshot: ids.snapshots.add(0, 1, snapshot))
     ids.end(fork)
-    assert -state not in ids.released and state in ids.snapshots.state_ids()
+    assert not ids.rested and state in ids.snapshots.state_ids()
     assert [line.num_bytes for line in ids.holdings()] == [0, 100]
     ids.end(parent)
-    assert ids.released[-1] == -state
+    assert ids.rested == [state]
     assert [line.num_bytes for line in ids.holdings()] == [30, 0]
     ids.snapshots.clear()
     assert ids.released[-1] == state and not ids._at_rest

@@ -1,5 +1,7 @@
 """A long prompt neither stalls running streams nor starves, on a machine with known costs."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -44,7 +46,7 @@ class FakeMachine:
         self.clock.now += self.cost(launched.step) * self.noise.uniform(0.97, 1.03)
         return [SampledToken(request, 7, -1.0) for request in launched.requests]
 
-    def release(self, state_ids: list[int]) -> None: ...
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None: ...
     def recover(self, error: BaseException | None = None) -> None: ...
 
 

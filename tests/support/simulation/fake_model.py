@@ -8,6 +8,7 @@ stale copy, a wrong table or a prefix that was never computed all change the tok
 import json
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -259,7 +260,7 @@ class FakeRunner:
         self._clock.spend(launched.work)
         return launched.choices
 
-    def release(self, state_ids: list[int]) -> None:
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None:
         for state_id in state_ids:
             self.states.pop(state_id, None)
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,8 +97,8 @@ class FaultyRunner:
     def transfer(self, stores: Any, loads: Any) -> Any:
         return self.inner.transfer(stores, loads)
 
-    def release(self, state_ids: list[int]) -> None:
-        self.inner.release(state_ids)
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None:
+        self.inner.release(state_ids, rested)
 
     def resize(self, num_blocks: int, kept: Any = None) -> None:
         assert not self._under_way, "the pool changes while a step is under way"

@@ -1,5 +1,6 @@
 """A runner whose steps also go to a second rank, which must see the same."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
@@ -27,6 +28,7 @@ class PlannedRunner:
         self._mirrored_tables = BatchTables.of_groups(self.mirrored)
         self.num_plans = self.most_bytes = 0
         self._released: list[int] = []
+        self._rested: list[int] = []
         self._states = set[int]()  # that the other rank has
 
     def __getattr__(self, name: str) -> Any:
@@ -36,9 +38,10 @@ class PlannedRunner:
         self._compare(step)
         return self.inner.launch(step, before)
 
-    def release(self, state_ids: list[int]) -> None:
+    def release(self, state_ids: Sequence[int], rested: Sequence[int] = ()) -> None:
         self._released += state_ids
-        self.inner.release(state_ids)
+        self._rested += rested
+        self.inner.release(state_ids, rested)
 
     def recover(self, error: BaseException | None = None) -> None:
         self._states.clear()  # real ranks end
@@ -53,13 +56,14 @@ class PlannedRunner:
 
     def _compare(self, step: Step) -> None:
         awaits = any(not span.known for span in step.spans)
-        message = self.writer.write(step, awaits, self._released)
+        message = self.writer.write(step, awaits, self._released, self._rested)
         found, late = self.reader.read(message)
         assert late == awaits
         assert found.released == [*self._released, *step.released]
+        assert found.rested == [*self._rested, *step.rested]
         self._states.update(state.id for span in found.spans for state in span.leaves)
         self._states.difference_update(found.released)
-        self._released = []
+        self._released, self._rested = [], []
         real, mirrored = self.allocator, self.mirrored
         assert found.copies == list(step.copies)
         assert found.is_held_back == step.is_held_back
