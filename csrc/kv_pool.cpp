@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "csrc/cpu/layers/layer_ops.h"
-#include "csrc/cpu/mlx_args.h"
 #include "csrc/cpu/quantize.h"
+#include "csrc/cpu/task.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/metal/plans.h"
 #include "csrc/ops.h"
@@ -197,13 +197,13 @@ std::vector<mx::Shape> shapes_of(const Arrays& arrays) {
 // The primitive of an op that edits a pool in place; the outputs share the buffers of what it
 // edits.
 template <typename Op>
-class PoolEdit : public mx::Primitive {
+class PoolEdit : public cpu::TaskPrimitive {
  public:
-  using mx::Primitive::Primitive;
+  using cpu::TaskPrimitive::TaskPrimitive;
 
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+  std::function<void()> task(const Arrays& inputs, Arrays& outputs) override {
     share_buffers(inputs, outputs);
-    cpu::encoder_for(stream(), inputs, outputs).dispatch(Op::task(inputs, outputs));
+    return Op::task(inputs, outputs);
   }
 
   void eval_gpu(const Arrays& inputs, Arrays& outputs) override {

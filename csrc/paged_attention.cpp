@@ -2,7 +2,7 @@
 #include <utility>
 
 #include "csrc/attention_call.h"
-#include "csrc/cpu/mlx_args.h"
+#include "csrc/cpu/task.h"
 #include "csrc/metal/plans.h"
 #include "csrc/validate.h"
 #include "mlx/ops.h"
@@ -85,18 +85,17 @@ void allocate(Arrays& outputs) {
 }
 
 // Inputs: see AttentionCall.
-class PagedAttention : public mx::Primitive {
+class PagedAttention : public cpu::TaskPrimitive {
  public:
   PagedAttention(mx::Stream stream, const AttentionConfig& config)
-      : mx::Primitive(stream), config_(config) {}
+      : cpu::TaskPrimitive(stream), config_(config) {}
 
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+  std::function<void()> task(const Arrays& inputs, Arrays& outputs) override {
     check_pool_memory("paged_attention", inputs[1], inputs[2], false);
     allocate(outputs);
-    cpu::encoder_for(stream(), inputs, outputs)
-        .dispatch([args = kernel_args(unflatten_inputs(inputs, config_), config_, outputs)] {
-          cpu::paged_attention(args);
-        });
+    return [args = kernel_args(unflatten_inputs(inputs, config_), config_, outputs)] {
+      cpu::paged_attention(args);
+    };
   }
 
   void eval_gpu(const Arrays& inputs, Arrays& outputs) override {

@@ -1,15 +1,13 @@
 #include "csrc/tape.h"
 
-#include <algorithm>
 #include <cstddef>
-#include <iterator>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
+#include "csrc/tape_groups.h"
 #include "csrc/validate.h"
-#include "mlx/ops.h"
 #include "mlx/primitives.h"
 
 namespace mlx_paged {
@@ -55,38 +53,21 @@ Arrays in_order(const Arrays& outputs, const std::unordered_map<uintptr_t, size_
   return order;
 }
 
-// Whether a transpose moves only axes of length 1, so that the elements keep their order.
-bool keeps_order(const mx::Transpose& transpose, const mx::Shape& from) {
-  int last = -1;
-  for (const int axis : transpose.state()) {
-    if (from[axis] != 1) {
-      if (axis < last) {
-        return false;
-      }
-      last = axis;
-    }
-  }
-  return true;
-}
-
-// Whether a primitive gives its input `from` another shape and keeps the order of the elements. MLX
-// exports no class of these, so that names tell them apart.
-bool is_reshape(const mx::Primitive& primitive, const mx::Shape& from) {
-  const std::string_view name = primitive.name();
-  if (name == "Transpose") {
-    return keeps_order(static_cast<const mx::Transpose&>(primitive), from);
-  }
-  return name == "Reshape" || name == "Flatten" || name == "Unflatten" || name == "Squeeze" ||
-         name == "ExpandDims";
+// Whether an array has its values, or will have them before whatever its stream computes later.
+bool is_computed(const mx::array& array) {
+  const auto status = array.status();
+  return status == mx::array::Status::available ||
+         (status == mx::array::Status::evaluated && !array.event().valid());
 }
 
 }  // namespace
 
-Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere) {
+Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere, bool groups) {
   std::unordered_map<uintptr_t, size_t> numbers;
   for (const mx::array& input : inputs) {
-    require(numbers.emplace(input.id(), inputs_.size()).second, "Tape", "two inputs are one array");
-    inputs_.push_back({input.shape(), input.dtype()});
+    require(numbers.emplace(input.id(), graph_.inputs.size()).second, "Tape",
+            "two inputs are one array");
+    graph_.inputs.push_back({input.shape(), input.dtype()});
   }
   std::unordered_set<uintptr_t> unexpected;
   for (const mx::array& array : elsewhere) {
@@ -97,133 +78,91 @@ Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere)
     require(unexpected.count(array.id()) == 0, "Tape",
             "an output depends on an array of elsewhere");
     if (is_constant(array)) {
-      numbers.emplace(array.id(), inputs_.size() + constants_.size());
-      constants_.push_back(array);
+      numbers.emplace(array.id(), graph_.inputs.size() + graph_.constants.size());
+      graph_.constants.push_back(array);
     }
   }
-  num_values_ = inputs_.size() + constants_.size();
+  graph_.num_values = graph_.inputs.size() + graph_.constants.size();
   for (const mx::array& array : order) {
     if (is_constant(array)) {
       continue;
     }
-    Node node{array.primitive_ptr(), {}, {}, num_values_};
+    TapeNode node{array.primitive_ptr(), {}, {}, graph_.num_values};
     for (const mx::array& input : array.inputs()) {
       node.inputs.push_back(numbers.at(input.id()));
     }
     for (const mx::array& output : array.outputs()) {
-      numbers.emplace(output.id(), num_values_++);
+      numbers.emplace(output.id(), graph_.num_values++);
       node.outputs.push_back({output.shape(), output.dtype()});
     }
-    nodes_.push_back(std::move(node));
+    graph_.nodes.push_back(std::move(node));
   }
   for (const mx::array& output : outputs) {
-    outputs_.push_back(numbers.at(output.id()));
+    graph_.outputs.push_back(numbers.at(output.id()));
   }
-  join_reshapes();
-  drop_unused();
-}
-
-// Lets a node that reshapes what another node has reshaped read the array before both. Where that
-// has the node's shape already, whoever reads the node reads the array.
-void Tape::join_reshapes() {
-  std::vector<Form> forms = inputs_;
-  for (const mx::array& constant : constants_) {
-    forms.push_back({constant.shape(), constant.dtype()});
+  join_reshapes(graph_);
+  drop_unused(graph_);
+  flatten_rows(graph_);
+  if (groups) {
+    group_nodes(graph_);
   }
-  std::unordered_map<size_t, size_t> before, same;
-  for (Node& node : nodes_) {
-    for (size_t& input : node.inputs) {
-      const auto found = same.find(input);
-      input = found == same.end() ? input : found->second;
-    }
-    forms.insert(forms.end(), node.outputs.begin(), node.outputs.end());
-    if (node.inputs.size() != 1 || !is_reshape(*node.primitive, forms[node.inputs[0]].shape)) {
-      continue;
-    }
-    const size_t input = node.inputs[0], output = node.first_output;
-    const auto found = before.find(input);
-    const size_t source = found == before.end() ? input : found->second;
-    before.emplace(output, source);
-    if (forms[source].shape == forms[output].shape) {
-      same.emplace(output, source);
-    } else if (source != input) {
-      const mx::array given(forms[source].shape, forms[source].dtype, nullptr, Arrays{});
-      const mx::array joined = mx::reshape(given, forms[output].shape, node.primitive->stream());
-      node.primitive = joined.primitive_ptr();
-      node.inputs = {source};
-    }
-  }
-  for (size_t& output : outputs_) {
-    const auto found = same.find(output);
-    output = found == same.end() ? output : found->second;
+  for (const TapeNode& node : graph_.nodes) {
+    views_.push_back(view_of(node));
   }
 }
 
-// Leaves out nodes of which nothing is read.
-void Tape::drop_unused() {
-  std::vector<bool> is_read(num_values_, false);
-  for (const size_t output : outputs_) {
-    is_read[output] = true;
+// The output of a node that is a view of a value that has been computed. MLX's own code for CPUs
+// gives it its strides; on all devices that computes nothing and asks for no memory.
+std::optional<mx::array> Tape::view_at_once(size_t node, const Arrays& values) const {
+  const TapeView view = views_[node];
+  if (view == TapeView::kNone) {
+    return std::nullopt;
   }
-  std::vector<Node> kept;
-  for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
-    const auto first = is_read.begin() + static_cast<std::ptrdiff_t>(node->first_output);
-    const auto last = first + static_cast<std::ptrdiff_t>(node->outputs.size());
-    if (std::find(first, last, true) == last) {
-      continue;
-    }
-    for (const size_t input : node->inputs) {
-      is_read[input] = true;
-    }
-    kept.push_back(std::move(*node));
+  const mx::array& input = values[graph_.nodes[node].inputs[0]];
+  if (!is_computed(input) || input.size() == 0 ||
+      (view == TapeView::kOfDenseInput && !input.flags().row_contiguous)) {
+    return std::nullopt;
   }
-  std::unordered_map<size_t, size_t> numbers;
-  num_values_ = inputs_.size() + constants_.size();
-  for (size_t value = 0; value < num_values_; ++value) {
-    numbers.emplace(value, value);
-  }
-  nodes_.assign(std::make_move_iterator(kept.rbegin()), std::make_move_iterator(kept.rend()));
-  for (Node& node : nodes_) {
-    for (size_t& input : node.inputs) {
-      input = numbers.at(input);
-    }
-    for (size_t i = 0; i < node.outputs.size(); ++i) {
-      numbers.emplace(node.first_output + i, num_values_++);
-    }
-    node.first_output = num_values_ - node.outputs.size();
-  }
-  for (size_t& output : outputs_) {
-    output = numbers.at(output);
-  }
+  const TapeForm& form = graph_.nodes[node].outputs[0];
+  Arrays made = {mx::array(form.shape, form.dtype, nullptr, Arrays{})};
+  graph_.nodes[node].primitive->eval_cpu({input}, made);
+  made[0].set_status(mx::array::Status::available);
+  return made[0];
 }
 
 std::optional<Arrays> Tape::operator()(const Arrays& inputs) const {
-  if (inputs.size() != inputs_.size()) {
+  if (inputs.size() != graph_.inputs.size()) {
     return std::nullopt;
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs[i].shape() != inputs_[i].shape || inputs[i].dtype() != inputs_[i].dtype) {
+    if (inputs[i].shape() != graph_.inputs[i].shape ||
+        inputs[i].dtype() != graph_.inputs[i].dtype) {
       return std::nullopt;
     }
   }
   Arrays values;
-  values.reserve(num_values_);
+  values.reserve(graph_.num_values);
   values.insert(values.end(), inputs.begin(), inputs.end());
-  values.insert(values.end(), constants_.begin(), constants_.end());
-  for (const Node& node : nodes_) {
+  values.insert(values.end(), graph_.constants.begin(), graph_.constants.end());
+  for (size_t at = 0; at < graph_.nodes.size(); ++at) {
+    const TapeNode& node = graph_.nodes[at];
+    if (auto view = view_at_once(at, values)) {
+      values.push_back(*std::move(view));
+      continue;
+    }
     Arrays given;
     given.reserve(node.inputs.size());
     for (const size_t number : node.inputs) {
       given.push_back(values[number]);
     }
     if (node.outputs.size() == 1) {
-      const Form& form = node.outputs[0];
+      const TapeForm& form = node.outputs[0];
       values.emplace_back(form.shape, form.dtype, node.primitive, std::move(given));
       continue;
     }
     std::vector<mx::Shape> shapes;
     std::vector<mx::Dtype> dtypes;
-    for (const Form& form : node.outputs) {
+    for (const TapeForm& form : node.outputs) {
       shapes.push_back(form.shape);
       dtypes.push_back(form.dtype);
     }
@@ -233,11 +172,19 @@ std::optional<Arrays> Tape::operator()(const Arrays& inputs) const {
     }
   }
   Arrays outputs;
-  outputs.reserve(outputs_.size());
-  for (const size_t number : outputs_) {
+  outputs.reserve(graph_.outputs.size());
+  for (const size_t number : graph_.outputs) {
     outputs.push_back(values[number]);
   }
   return outputs;
+}
+
+std::vector<std::string> Tape::names() const {
+  std::vector<std::string> found;
+  for (const TapeNode& node : graph_.nodes) {
+    found.emplace_back(node.primitive->name());
+  }
+  return found;
 }
 
 Arrays without_values(const Arrays& arrays) {

@@ -112,7 +112,10 @@ class Tape:
     """A graph that is built again for other inputs; python/graph_bindings.cpp documents it."""
 
     num_nodes: int
-    def __init__(self, inputs: list[mx.array], results: Any, elsewhere: list[mx.array]) -> None: ...
+    names: list[str]
+    def __init__(
+        self, inputs: list[mx.array], results: Any, elsewhere: list[mx.array], groups: bool = False
+    ) -> None: ...
     def __call__(self, inputs: list[mx.array]) -> Any: ...  # None, or a tree like `results`
 
 class layers:

@@ -1,6 +1,7 @@
 // What traces, keeps and builds MLX's graphs.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -49,8 +50,10 @@ Python's code.
 
 A graph that ``mx.compile`` has traced is built again node by node by MLX, which looks up each array
 by its address. A tape has numbers in the place of addresses. Its nodes are those of the graph, in
-the same order, but reshapes in a row are one. The inputs may be arrays without values, see
-:func:`without_values`. Raises ValueError if two of them are one array, or if a result depends on an
+the same order, but reshapes in a row are one or none. A view of an input that has been computed is
+made at once. With `groups`, nodes in a row that a CPU computes are one node, which computes them in
+their order; whoever evaluates any result must evaluate the first one. The inputs may be arrays
+without values, see :func:`without_values`. Raises ValueError if two of them are one array, or if a result depends on an
 array of `elsewhere`: on an input that the traced function has captured, which would be the same in
 each graph.
 
@@ -164,8 +167,8 @@ nb::object with_arrays(nb::handle tree, const nb::list& arrays) {
 // A tape of the arrays of a tree.
 class TreeTape {
  public:
-  TreeTape(const Arrays& inputs, nb::handle results, const Arrays& elsewhere)
-      : TreeTape(inputs, nb::cast<Arrays>(arrays_in(results).first), results, elsewhere) {}
+  TreeTape(const Arrays& inputs, nb::handle results, const Arrays& elsewhere, bool groups)
+      : TreeTape(inputs, nb::cast<Arrays>(arrays_in(results).first), results, elsewhere, groups) {}
 
   nb::object operator()(const Arrays& inputs) const {
     const std::optional<Arrays> found = tape_(inputs);
@@ -173,10 +176,12 @@ class TreeTape {
   }
 
   size_t num_nodes() const { return tape_.num_nodes(); }
+  std::vector<std::string> names() const { return tape_.names(); }
 
  private:
-  TreeTape(const Arrays& inputs, const Arrays& outputs, nb::handle results, const Arrays& elsewhere)
-      : tape_(inputs, outputs, elsewhere),
+  TreeTape(const Arrays& inputs, const Arrays& outputs, nb::handle results, const Arrays& elsewhere,
+           bool groups)
+      : tape_(inputs, outputs, elsewhere, groups),
         results_(with_arrays(results, nb::cast<nb::list>(nb::cast(without_values(outputs))))) {}
 
   Tape tape_;
@@ -212,10 +217,11 @@ void bind_graphs(nb::module_& m) {
       "inputs"_a, kKeepCompiledDoc);
   m.def("without_values", &without_values, "arrays"_a, kWithoutValuesDoc);
   nb::class_<TreeTape>(m, "Tape", kTapeDoc)
-      .def(nb::init<const Arrays&, nb::handle, const Arrays&>(), "inputs"_a, "results"_a,
-           "elsewhere"_a)
+      .def(nb::init<const Arrays&, nb::handle, const Arrays&, bool>(), "inputs"_a, "results"_a,
+           "elsewhere"_a, "groups"_a = false)
       .def("__call__", &TreeTape::operator(), "inputs"_a)
-      .def_prop_ro("num_nodes", &TreeTape::num_nodes);
+      .def_prop_ro("num_nodes", &TreeTape::num_nodes)
+      .def_prop_ro("names", &TreeTape::names, "The primitives of the nodes, by name, in order.");
 }
 
 }  // namespace mlx_paged

@@ -5,6 +5,7 @@
     python -m scripts.decode_graphs padding     # the largest share of padding
     python -m scripts.decode_graphs reference   # the reference workload of bench.serving
     python -m scripts.decode_graphs parts       # where the host's time of a compiled step goes
+    python -m scripts.decode_graphs thin        # the fixed part of a step, with and without groups
 
 All engines of a table take turns in one process. The last line is one JSON object. None takes more
 than five minutes on two idle cores.
@@ -37,6 +38,7 @@ from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import COUNT, Parser
 from mlx_paged.loading import load_model
 from mlx_paged.runner import batch, compiled_decode
+from mlx_paged.runner.model_runner import ModelRunner
 
 WARM_UP = 8
 PROMPT = 20
@@ -218,8 +220,56 @@ def _timed(owner: Any, call: str) -> Timed:
     return timed
 
 
+THIN = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 512,
+}
+"""SmolLM2's heads in a model without products to speak of."""
+
+
+def thin_llama(layers: int) -> nn.Module:
+    """A Llama whose step has little but a fixed part."""
+    return random_llama(THIN | {"num_hidden_layers": layers})
+
+
+def thin(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Steps of one row with groups of nodes and with a node for each: milliseconds of processor
+    time of all threads, and of the thread that makes the step; medians over steps in turns."""
+    model, engines = thin_llama(args.layers), dict[str, Engine]()
+    for name, groups in (("groups", True), ("nodes", False)):
+        with patch.object(compiled_decode, "groups_nodes", lambda groups=groups: groups):
+            engines[name] = decoding(model, 1, args.pairs * args.steps, True)
+    clocks = {"process_ms": time.process_time, "thread_ms": time.thread_time}
+    laps = {(name, clock): list[float]() for name in engines for clock in clocks}
+    for _ in range(args.pairs * args.steps):
+        for name, engine in engines.items():
+            started = {clock: read() for clock, read in clocks.items()}
+            engine.step()
+            for clock, read in clocks.items():
+                laps[name, clock].append(1000 * (read() - started[clock]))
+    return [
+        {
+            "a step of": name,
+            "nodes": _num_nodes(engine),
+            **{clock: round(median(laps[name, clock]), 3) for clock in clocks},
+        }
+        for name, engine in engines.items()
+    ]
+
+
+def _num_nodes(engine: Engine) -> int:
+    """Of the graph that is used most."""
+    assert isinstance(engine.runner, ModelRunner) and engine.runner.compiled is not None
+    graphs = [each for each in engine.runner.compiled._graphs.values() if each]
+    return next(iter(graphs[0].values())).num_nodes
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    each.__name__: each for each in (graphs, steps, padding, reference, parts)
+    each.__name__: each for each in (graphs, steps, padding, reference, parts, thin)
 }
 
 

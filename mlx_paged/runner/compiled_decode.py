@@ -28,7 +28,7 @@ from mlx_paged.runner.hidden_states import HiddenStates
 from mlx_paged.runner.layer_states import Forms, LayerStates, States
 from mlx_paged.runner.lora_numbers import LoRANumbers
 from mlx_paged.runner.model_probe import Batching, ModelProfile
-from mlx_paged.runner.recorded_graph import recorded_graph
+from mlx_paged.runner.recorded_graph import groups_nodes, recorded_graph
 from mlx_paged.runner.row_terms import RowTerms, using
 from mlx_paged.runner.skip_unsampled import lock_of
 from mlx_paged.runner.thread_graphs import free_graphs_with_thread
@@ -372,16 +372,21 @@ class CompiledDecode:
         free_graphs_with_thread()
         arrays, handles, states, *_ = inputs
         try:
-            return recorded_graph(mx.compile(weakly(self._traced)), inputs, structure, form)
+            return self._tape(inputs, structure, form)
         except _NotBuiltError:
             self._plain(arrays)
             self._pool.replace_handles(handles)
             self._states.loaded = states
         self._is_built = True
         try:
-            return recorded_graph(mx.compile(weakly(self._traced)), inputs, structure, form)
+            return self._tape(inputs, structure, form)
         finally:
             self._is_built = False
+
+    def _tape(self, inputs: tuple[Any, ...], *numbers: int) -> ops.Tape:
+        """Each step evaluates its logits, which are the first result."""
+        traced = mx.compile(weakly(self._traced))
+        return recorded_graph(traced, inputs, *numbers, groups=groups_nodes())
 
     def _traced(
         self,

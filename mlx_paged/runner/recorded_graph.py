@@ -3,14 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_paged import ops
 
 Tree = Any
 """Nested dicts, lists and tuples of arrays; other values may lie among the arrays."""
 
 
+def groups_nodes() -> bool:
+    """Whether a CPU computes the graphs that are recorded now, so that groups save time."""
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
 def recorded_graph(
-    function: Callable[..., Tree], inputs: tuple[Tree, ...], *constants: Any
+    function: Callable[..., Tree], inputs: tuple[Tree, ...], *constants: Any, groups: bool = False
 ) -> ops.Tape:
     """The results of a function for other arrays of the same shapes and dtypes.
 
@@ -20,6 +27,8 @@ def recorded_graph(
     Args:
         function: of `inputs` and `constants`; returns a tree.
         inputs: a tuple of trees.
+        groups: whether nodes in a row that a CPU computes are one node. Whoever evaluates any
+            result must evaluate the first one, too.
 
     Returns:
         A function of the arrays of other inputs, in the order of ``ops.arrays_in``. It returns a
@@ -31,4 +40,4 @@ def recorded_graph(
     own = ops.arrays_in(inputs)[0]
     given = ops.without_values(own)
     results = function(*ops.with_arrays(inputs, given), *constants)
-    return ops.Tape(given, results, own)
+    return ops.Tape(given, results, own, groups)

@@ -58,6 +58,13 @@ def test_every_part_of_a_step_takes_time(capsys):
     assert all(found[part] < found["step"] for part in decode_graphs.PARTS)
 
 
+def test_a_thin_model_has_fewer_nodes_with_groups(capsys):
+    groups, nodes = run(capsys, "thin")
+    assert [groups["a step of"], nodes["a step of"]] == ["groups", "nodes"]
+    assert groups["nodes"] < nodes["nodes"] / 4
+    assert all(each[clock] > 0 for each in (groups, nodes) for clock in ("process_ms", "thread_ms"))
+
+
 def test_a_wrong_table_is_reported(capsys):
     with pytest.raises(SystemExit) as exit_info:
         decode_graphs.main(["graph"])

@@ -1,18 +1,34 @@
 """Graphs that are built again from a tape, beside what ``mx.compile`` and NumPy compute."""
 
 import gc
+import io
+import re
 import weakref
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_paged import ops
+from mlx_paged._ext import layers
 from mlx_paged.runner.recorded_graph import recorded_graph
 
 
 def numbers(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def bits(array):
+    return np.array(array.astype(mx.float32)).tobytes()
+
+
+def nodes_of(tree):
+    """The primitives that MLX would evaluate."""
+    drawing = io.StringIO()
+    mx.export_to_dot(drawing, *[array for _, array in tree_flatten(tree)])
+    return re.findall(r'label ?= ?"(\w+)", shape=rectangle', drawing.getvalue())
 
 
 def step(x, rest):
@@ -154,3 +170,130 @@ def test_reshapes_of_a_transposed_array_copy_it_in_order():
     x = numbers(6, 3, 4)
     (found,) = [recorded_graph(mx.compile(turned), (mx.zeros((3, 4)),))([mx.array(x)])]
     assert np.array(found).tobytes() == x.T.flatten().tobytes()
+
+
+def linear(x, weight):
+    return x.astype(weight.dtype) @ weight.T
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_view_of_a_computed_input_is_no_node(dtype):
+    x, weight = mx.array(numbers(0, 2, 4)).astype(dtype), mx.array(numbers(1, 5, 4)).astype(dtype)
+    graph = recorded_graph(mx.compile(linear), (x, weight))
+    assert graph.names == ["Transpose", "Matmul"]
+    negative = -weight
+    mx.eval(x, weight, negative)
+    assert nodes_of(graph([x, weight])) == ["Matmul"]
+    lazy = -negative
+    assert sorted(nodes_of(graph([x, lazy]))) == ["Matmul", "Negative", "Transpose"]
+    expected = bits(x @ weight.T)
+    assert bits(graph([x, lazy])) == bits(graph([x, weight])) == expected
+    mx.async_eval(lazy)
+    assert bits(graph([x, lazy])) == expected
+
+
+def test_a_view_of_an_input_of_any_strides_is_the_view_that_mlx_makes():
+    """Of arrays in order, transposed, broadcast, of every second column, and of one row."""
+    square, row = mx.array(numbers(0, 4, 4)), mx.array(numbers(1, 1, 4))
+    wide = mx.array(numbers(2, 4, 8))
+    for weight in (square, square.T, mx.broadcast_to(row, (4, 4)), wide[:, ::2], wide[:, 4:]):
+        mx.eval(weight)
+        graph = recorded_graph(mx.compile(lambda w: mx.negative(w.T)), (weight,))
+        assert nodes_of(graph([weight])) == ["Negative"]
+        np.testing.assert_array_equal(np.array(graph([weight])), -np.array(weight).T)
+    empty = mx.zeros((0, 4))
+    mx.eval(empty)
+    assert recorded_graph(mx.compile(lambda w: mx.negative(w.T)), (empty,))([empty]).shape == (4, 0)
+
+
+def test_no_view_keeps_a_replaced_weight_or_gives_its_memory_away():
+    size = 1 << 20
+    weight = mx.ones((size // 8, 8))
+    mx.eval(weight)
+    graph = recorded_graph(mx.compile(lambda w: mx.tanh(w.T)), (weight,))
+    mx.eval(graph([weight]))
+    assert weight.min().item() == 1  # tanh did not take the memory of its input
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    weight = mx.full(weight.shape, 2.0)
+    found = graph([weight])
+    mx.eval(found)
+    assert found.max().item() == pytest.approx(np.tanh(2.0))
+    del found
+    assert mx.get_active_memory() <= before
+
+
+def block(x, norm, weight, other):
+    """Of a layer: ``[B, L, D]`` to the same, with products of ``[B L, D]``."""
+    for _ in range(2):
+        flat = layers.rms_norm(x, norm, 1e-5) @ weight.T
+        gate, up = flat @ other[0].T, flat @ other[1].T
+        x = x + (mx.sigmoid(gate) * up) @ other[2].T
+    return x * 2, x[:, 0]
+
+
+def test_rows_stay_flat_between_products():
+    """On shape ``[B, 1, D]`` as MLX's own products flatten rows."""
+    norm, weight = mx.array(numbers(1, 4)), mx.array(numbers(2, 4, 4))
+    other = [mx.array(numbers(seed, 4, 4)) for seed in (3, 4, 5)]
+    for batch, length in ((1, 1), (3, 1), (2, 3)):
+        x = mx.array(numbers(0, batch, length, 4)) + 0
+        graph = recorded_graph(mx.compile(block), (x, norm, weight, other))
+        counts = Counter(graph.names)
+        assert counts["Matmul"] == 8 and counts["Transpose"] == 4
+        reshapes = sum(counts[name] for name in ("Reshape", "Flatten", "Unflatten"))
+        assert reshapes <= 5, graph.names
+        for one, two in zip(
+            graph([x, norm, weight, *other]), block(x, norm, weight, other), strict=True
+        ):
+            assert one.shape == two.shape and bits(one) == bits(two)
+
+
+def chain(x, weight):
+    """A result, and another one on which it does not depend."""
+    y = layers.rms_norm(x, None, 1e-5)
+    for _ in range(20):
+        y = layers.silu(y @ weight, y)
+    return y.reshape(-1), y.T, mx.exp(y)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("rows", [1, 300])
+def test_nodes_in_a_row_are_one_node_on_a_cpu(dtype, rows):
+    """A group ends after 32 nodes or 1 MiB; what the first result does not need is in none."""
+    x, weight = mx.array(numbers(0, rows, 64)).astype(dtype), mx.array(numbers(1, 64, 64))
+    weight = weight.astype(dtype)
+    graph = recorded_graph(mx.compile(chain), (x, weight), groups=True)
+    names = graph.names
+    assert names[-2:] == ["Transpose", "Exp"] and set(names[:-2]) == {"PagedGroup"}
+    size = rows * 64 * dtype.size
+    assert len(names) - 2 == max(-(-42 // 32), -(-42 // ((1 << 20) // size)))
+    for _ in range(3):
+        for one, two in zip(graph([x, weight]), chain(x, weight), strict=True):
+            assert one.shape == two.shape and bits(one) == bits(two)
+
+
+def test_a_group_that_fails_computes_nothing_more():
+    """The error of a node within a group is the error of the group; later steps are right."""
+
+    def gathers(x, weight):
+        return mx.gather_mm(x * 2, weight, rhs_indices=mx.array([0])) + 1
+
+    x, weight = mx.ones((1, 2, 4), mx.bfloat16), mx.ones((1, 4, 3), mx.bfloat16)
+    graph = recorded_graph(mx.compile(gathers), (x, weight), groups=True)
+    with pytest.raises(RuntimeError, match="float32"):
+        mx.eval(graph([x, weight]))
+    assert (x * 2).sum().item() == 16
+
+
+def copies(x, weight):
+    """Reshapes of transposed arrays, which MLX copies, between other nodes."""
+    y = mx.swapaxes(layers.rms_norm(x, None, 1e-5), 0, 1).reshape(-1)
+    return layers.silu(mx.swapaxes((y + 1).reshape(4, -1), 0, 1).reshape(x.shape) @ weight)
+
+
+def test_groups_have_copies_too():
+    x, weight = mx.array(numbers(0, 6, 4)), mx.array(numbers(1, 4, 4))
+    graph = recorded_graph(mx.compile(copies), (x, weight), groups=True)
+    assert graph.names == ["PagedGroup"]
+    assert bits(graph([x, weight])) == bits(copies(x, weight))

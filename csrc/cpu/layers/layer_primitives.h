@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/cpu/mlx_args.h"
+#include "csrc/cpu/task.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/ops.h"
 #include "mlx/primitives.h"
@@ -19,20 +19,17 @@ namespace mlx_paged {
 // the same result by MLX's own operations: a function that mx.compile traced while a model was
 // served may be differentiated later.
 template <typename Op>
-class LayerPrimitive : public mx::Primitive {
+class LayerPrimitive : public cpu::TaskPrimitive {
  public:
-  LayerPrimitive(mx::Stream stream, Op op) : mx::Primitive(stream), op_(op) {}
+  LayerPrimitive(mx::Stream stream, Op op) : cpu::TaskPrimitive(stream), op_(op) {}
 
   // Computes on several threads if that pays.
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    auto task = [&] {
-      if constexpr (requires { op_.task(inputs, outputs[0]); }) {
-        return op_.task(inputs, outputs[0]);
-      } else {
-        return task_of_rows(inputs, outputs[0]);
-      }
-    }();
-    cpu::encoder_for(stream(), inputs, outputs).dispatch(std::move(task));
+  std::function<void()> task(const Arrays& inputs, Arrays& outputs) override {
+    if constexpr (requires { op_.task(inputs, outputs[0]); }) {
+      return op_.task(inputs, outputs[0]);
+    } else {
+      return task_of_rows(inputs, outputs[0]);
+    }
   }
 
   void eval_gpu(const Arrays&, Arrays&) override {

@@ -15,7 +15,7 @@ from mlx_paged import ops
 from mlx_paged.attention.paths import FEW_QUERIES
 from mlx_paged.drop_in import padded_batch
 from mlx_paged.kv.pool import KVPool
-from mlx_paged.runner import layer_cache
+from mlx_paged.runner import compiled_decode, layer_cache
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.scheduler.step import Step
@@ -83,6 +83,7 @@ class Tracer:
             for module in (layer_cache, padded_batch):
                 path = patch.object(module, "max_paged_queries", lambda: few_queries)
                 stack.enter_context(path)
+            stack.enter_context(patch.object(compiled_decode, "groups_nodes", lambda: False))
             self._patch(stack, KVPool, "__init__", self._pool_made)
             self._patch(stack, KVPool, "grow", self._pool_made)
             self._patch(stack, KVPool, "keep", self._pool_made)
