@@ -202,7 +202,9 @@ def _argparse_of(kind: Kind, names: str, default: object) -> dict[str, Any]:
         return {"choices": [*kind.names]}
     if isinstance(kind, OneOf):
         return {"type": int, "choices": kind.numbers}
-    return {"type": argument(kind)} | ({"action": Joined} if isinstance(kind, NamedPaths) else {})
+    if isinstance(kind, NamedPaths):
+        return {"type": argument(kind), "action": Joined}
+    return {"type": argument(kind)}
 
 
 TEMPERATURE = number(float, 0, 1e6, "a number >= 0")
@@ -275,7 +277,7 @@ def _check_flag(args: argparse.Namespace, name: str) -> None:
     option, value = OPTIONS[name], getattr(args, name)
     flag, kind = option.flag, option.kind
     assert flag is not None, name
-    if value is not None and value != (DEFAULTS[name] if flag.default is SAME else flag.default):
+    if value is not None and value != flag_default(name):
         others = [_names(each) for each in flag.not_beside if getattr(args, each) is not None]
         if others:
             raise ValueError(f"{others[0]} is given beside {flag.names}: expected one of them")

@@ -1,7 +1,8 @@
-"""``python -m mlx_paged.run``: runs a program, and Python programs that it starts, under the patch.
+"""``mlx_paged run``: a program of mlx-lm on paged caches.
 
-The program takes the place of this process. PYTHONPATH names a folder whose ``sitecustomize.py``
-patches mlx-lm; child processes inherit that.
+The program, and Python programs that it starts, run under the patch. The program takes the place of
+this process. PYTHONPATH names a folder whose ``sitecustomize.py`` patches mlx-lm; child processes
+inherit that.
 """
 
 import json

@@ -44,7 +44,8 @@ def header(file: Path, most: int = MAX_HEADER) -> tuple[dict[str, Stored], dict[
         entries: dict[str, Any] = json.loads(text)
         metadata: dict[str, Any] = entries.pop("__metadata__", {})
         tensors = {
-            n: Stored(str(e["dtype"]), tuple(map(index, e["shape"]))) for n, e in entries.items()
+            name: Stored(str(entry["dtype"]), tuple(map(index, entry["shape"])))
+            for name, entry in entries.items()
         }
         places = {name: tuple(map(index, entry["data_offsets"])) for name, entry in entries.items()}
         expected = 8 + length + max((end for _, end in places.values()), default=0)

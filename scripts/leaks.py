@@ -62,6 +62,12 @@ FEATURES = {
     ),
     # Tokens after a request's own, for which the sampler has rows. Who guessed them it cannot know.
     "beyond": Feature(("sampling/penalties.py",), ("*beyond*",)),
+    # The same tokens in a span of a step: neither the step nor a runner knows who guessed them.
+    "further": Feature(
+        (),
+        ("further",),
+        at_home=("scheduler/progress.py", "scheduler/speculation.py", "runner/kept_states.py"),
+    ),
     "grammars": Feature(
         ("sampling/grammar.py", "sampling/grammar_trials.py"),
         ("*grammar*", "forced_after", "*fast_forward*"),

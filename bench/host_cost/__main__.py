@@ -164,7 +164,6 @@ def recording_engines(rows: int) -> list[Engine]:
     """Two equal engines; only the first one records its steps."""
     model = smallest_llama()
     engines = [decoding_engine(model, VOCAB, rows, BLOCK_SIZE, lookahead=False) for _ in range(2)]
-    engines[1].observers.launched.clear()
     engines[1]._recorder = NoRecorder()  # type: ignore[assignment]
     return engines
 

@@ -233,8 +233,12 @@ class BatchGenerator:
         gone = set(uids)
         for uid in gone & self._sequences.keys():
             self._end(self._sequences.pop(uid))
-        kept = [[[r for r in part if r.uid not in gone] for part in both] for both in self._results]
-        self._results = deque((prompts, tokens) for prompts, tokens in kept if prompts or tokens)
+        results, self._results = self._results, deque()
+        for prompts, tokens in results:
+            kept_prompts = [each for each in prompts if each.uid not in gone]
+            kept_tokens = [each for each in tokens if each.uid not in gone]
+            if kept_prompts or kept_tokens:
+                self._results.append((kept_prompts, kept_tokens))
         return extracted
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Caches, list[int]]]:

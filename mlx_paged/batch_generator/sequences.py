@@ -87,7 +87,10 @@ class BatchSequence:
         self.num_done = done
         return [
             PromptResponse(
-                self.uid, (stop, self.num_prompt), stop in self.boundaries, stop == self.num_prompt
+                self.uid,
+                (stop, self.num_prompt),
+                stop in self.boundaries,
+                stop == self.num_prompt,
             )
             for stop in sorted(ends | {done})
         ]

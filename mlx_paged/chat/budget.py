@@ -18,15 +18,15 @@ STEPS = 20_000
 STEPS_PER_WEIGHT = 200
 """Further steps for each unit of the chat's weight."""
 STEPS_PER_SQUARE = 32
-"""One step more for so many units of the square of the chat's weight."""
+"""Units of the square of the chat's weight for which a template gets one step more."""
 SECONDS = 10.0
-"""Of its thread's time that a template may take, if its steps are slow ones."""
+"""Seconds of its thread that a template may take: the limit of a template whose steps are slow."""
 STEP_BYTES = 32
 """Characters or bytes of a value that weigh as much as one item."""
 MAX_BITS = 1 << 14
-"""Of an integer."""
+"""Bits of an integer at most."""
 MAX_DEPTH = 200
-"""Of lists and objects in each other."""
+"""Lists and objects in each other at most."""
 CLOCK_STEPS = 256
 """Steps between two looks at the clock."""
 

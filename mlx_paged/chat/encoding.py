@@ -133,8 +133,11 @@ def _without_marks(tokenizer: Any, text: str, **options: Any) -> list[int] | Non
 
 def mark_places(tokenizer: Any, mark: str, tokens: Sequence[int]) -> list[range]:
     """Where the tokens of marks are; none if a mark has no tokens of its own."""
-    alone, both = (list(tokenizer.encode(x, add_special_tokens=False)) for x in ("x", f"x{mark}"))
-    run, found, at = both[len(alone) :], list[range](), 0
+    alone = list(tokenizer.encode("x", add_special_tokens=False))
+    both = list(tokenizer.encode(f"x{mark}", add_special_tokens=False))
+    run = both[len(alone) :]
+    found = list[range]()
+    at = 0
     if not run or both[: len(alone)] != alone:
         return []
     while True:

@@ -75,7 +75,7 @@ class Names(NamedTuple):
 
 
 def _partner(name: str) -> str:
-    """The tag that begins what a tag ends, or the other way round."""
+    """The start tag that belongs to an end tag, or the end tag that belongs to a start tag."""
     return f"<{name[2:]}" if name.startswith("</") else f"</{name[1:]}"
 
 

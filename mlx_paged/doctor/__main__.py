@@ -1,6 +1,6 @@
-"""``python -m mlx_paged.doctor``: checks an installation and its device, and prints one page.
+"""``mlx_paged doctor``: checks of this installation and its device.
 
-The page goes to stdout; progress, what is found first, and mistakes go to stderr.
+The page of results goes to stdout; progress, what is found first, and mistakes go to stderr.
 """
 
 from collections.abc import Sequence

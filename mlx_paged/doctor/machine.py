@@ -72,7 +72,8 @@ def attention_path() -> str:
     why = f"the device is a {mx.default_device().type.name.upper()}"
     if VARIABLE in os.environ:
         why = f"{VARIABLE} is {os.environ[VARIABLE]}"
-    path, gathered = f"{kernels_in_use()}, through block tables", "gathered blocks, MLX's attention"
+    path = f"{kernels_in_use()}, through block tables"
+    gathered = "gathered blocks, MLX's attention"
     if most == 0:
         path = gathered
     elif most != ANY_NUMBER:

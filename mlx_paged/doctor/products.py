@@ -81,7 +81,7 @@ def errors_of(dtype: mx.Dtype, rows: int, width: int, heads: int) -> dict[str, f
 
 
 def hadamard_matrix(width: int) -> float64.Array:
-    """The orthonormal one of a power of two."""
+    """The orthonormal Hadamard matrix of a power of two."""
     matrix = np.full((1, 1), width**-0.5)
     while len(matrix) < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])

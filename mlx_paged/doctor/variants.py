@@ -191,7 +191,8 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     k = cache(shape.head_dim, last, FAINT[0], longest, np.nan)
     v = k[..., : shape.v_head_dim]
     v = v if shape.latent else cache(shape.v_head_dim, longest, FAINT[1], last, np.inf)
-    sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
+    heads = shape.n_kv_heads * variant.group
+    sizes = len(contexts), heads, variant.tokens, columns * block_size
     queries = normal(rng, *sizes[:3], shape.head_dim)
     queries[-1] /= 1 if shape.kv_bits is None else FAINT[0][0]  # scores as those of others
     q = mx.array(queries).astype(variant.q_dtype)

@@ -1,9 +1,12 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
@@ -11,7 +14,7 @@ from mlx_paged.constraint import Constraints
 from mlx_paged.engine.beams import BeamCalls, BeamSearch
 from mlx_paged.engine.cache_control import CacheControl
 from mlx_paged.engine.one_thread import Occupancy, exclusive, exclusive_as
-from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
+from mlx_paged.engine.pipeline import StepPipeline
 from mlx_paged.engine.request_maker import (
     Queueing,
     RequestMaker,
@@ -23,7 +26,6 @@ from mlx_paged.engine.text import (
     PromptEncoder,
     PromptLike,
     Tokenizer,
-    why_there_is_no_token,
 )
 from mlx_paged.engine.token_ids import TokenIds
 from mlx_paged.engine.waiting_calls import OnOutput, Streams
@@ -42,7 +44,6 @@ from mlx_paged.scheduler.step import (
     Runner,
     SampledToken,
     StepResult,
-    UnknownEndError,
 )
 
 
@@ -83,10 +84,6 @@ class EngineCore(CacheControl, BeamCalls):
         self.ticks = instruments.log
         self.tokenizer = tokenizer
         self.lookahead = lookahead
-        self._thread: int | None = None  # that called `step` last
-        self._calls_of_thread = 0  # of `step` in a row, after the first one
-        # So many, before a step is launched ahead: a step that another thread launched may be lost.
-        self._patience = 0
         self.ready: list[TokenOutput] = []
         self._streams = Streams()
         self.device_faults = 0
@@ -99,7 +96,6 @@ class EngineCore(CacheControl, BeamCalls):
         self.clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
         self.observers = Observers[Any]()
-        self._recorder.watch(self.observers)
         self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, self.observers)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._make_request = RequestMaker(constraints, clock, seed)
@@ -321,7 +317,7 @@ class EngineCore(CacheControl, BeamCalls):
         if self._streams.dropped:
             self._streams.abort_dropped(self)
         with deferred_interrupts():
-            self._advance(ahead=self._may_look_ahead() and not self._beams)
+            self._advance(ahead=self.lookahead and not self._beams)
 
     compute = exclusive_as("compute")(_compute)
 
@@ -363,14 +359,6 @@ class EngineCore(CacheControl, BeamCalls):
             raise
 
     # Steps
-
-    def _may_look_ahead(self) -> bool:
-        """Whether the thread that calls this is likely to call the next step, too. Only the thread
-        that launches a step can begin all of it, and know whether a GPU fails in it."""
-        thread, self._thread = self._thread, threading.get_ident()
-        is_same = thread in (None, self._thread)
-        self._calls_of_thread = self._calls_of_thread + 1 if is_same else 0
-        return self.lookahead and self._calls_of_thread > self._patience
 
     @exclusive
     def settle(self) -> None:
@@ -434,21 +422,19 @@ class EngineCore(CacheControl, BeamCalls):
         search = self._beams.get(request.id)
         if search is None and request.id not in self._requests:
             return  # it ended earlier in this very step
-        cause = choice.error
-        if cause is None and search is None:  # a search drops a hypothesis without a next token
-            cause = why_there_is_no_token(choice)
-        if cause is not None:
-            return self._fail(request, cause)
-        self.device_faults = 0
+        if choice.error is not None:
+            return self._fail(request, choice.error)
         if search is not None:
+            self.device_faults = 0
             search.append(choice, self.scheduler)
             if search.group.done:
                 self._end(search.root, search.finish_reason)
             return
         try:
             output, reason = self._outputs.append(choice, append_token(choice))
-        except Exception as error:  # the tokenizer's
+        except Exception as error:  # the tokenizer's, or there is no token
             return self._fail(request, error)
+        self.device_faults = 0
         if reason is not None:
             output = replace(output, completion=self._finish(request, reason))
         self._deliver(output)
@@ -456,8 +442,6 @@ class EngineCore(CacheControl, BeamCalls):
     def _recover(self, fault: Fault) -> None:
         self.stats.faults += 1
         self.device_faults += fault.is_devices
-        if isinstance(fault.error, UnknownEndError):
-            self._patience = 2 * self._patience + 1
         for request in self._pipeline.recover(fault):
             self._fail(request, fault.error)
         if not isinstance(fault.error, Exception):
@@ -494,3 +478,21 @@ class EngineCore(CacheControl, BeamCalls):
             return completion
         keeps_space = bool(request.params.keep_space)
         return search.result(completion, partial(self._outputs.text_of, keeps_space=keeps_space))
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Hold back SIGINT until the end of this context, so that it cannot stop halfway. Only Python's
+    own handlers in the main thread can be held back: otherwise this does nothing."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[0])

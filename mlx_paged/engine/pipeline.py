@@ -1,12 +1,9 @@
 """Launches each step while the device still computes the step before. Knows no mlx."""
 
 import logging
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Generic, NamedTuple, Protocol
 
 from mlx_paged.kv.blocks import BlockTransfer
@@ -37,7 +34,7 @@ class Pause(Protocol):
         """Whether :meth:`run` has something to do. Called before each step."""
 
     def run(self) -> None:
-        """Do it, while no step is under way."""
+        """Do what is due, while no step is under way."""
 
     def rest(self) -> None:
         """There is no step to compute at present. Called again and again meanwhile."""
@@ -99,15 +96,21 @@ class StepPipeline(Generic[LaunchedT]):
         self.pause: Pause = NoPause()  # keeps a step from being launched ahead now and then
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._last: dict[int, SampledToken] = {}  # choice of each request, if there are drafts
+        self._thread: int | None = None  # that called `advance` last to look ahead
+        self._calls_of_thread = 0  # in a row, after the first one
+        # So many, before a step is launched ahead: a step that another thread launched may be lost.
+        self._patience = 0
 
     @property
     def busy(self) -> bool:
         return self._under_way is not None
 
     def advance(self, ahead: bool) -> StepResult:
-        """Finish one step. If `ahead`, launch the next step first. A failure of the model is the
-        result's fault, not raised: the caller uses the choices, then calls :meth:`recover`."""
+        """Finish one step. If `ahead`, launch the next step first, unless another thread may call
+        for it. A failure of the model is the result's fault, not raised: the caller uses the
+        choices, then calls :meth:`recover`."""
         result = StepResult()
+        ahead = ahead and self._is_of_thread()
         current, self._under_way = self._under_way, None
         pauses = self.pause.is_due()
         if current is None:
@@ -120,6 +123,14 @@ class StepPipeline(Generic[LaunchedT]):
             self._collect(current, result)
         result.ready = self._now()
         return result
+
+    def _is_of_thread(self) -> bool:
+        """Whether the thread that calls this is likely to ask for the next step, too. Only the
+        thread that launches a step can begin all of it, and know whether a GPU fails in it."""
+        thread, self._thread = self._thread, threading.get_ident()
+        is_same = thread in (None, self._thread)
+        self._calls_of_thread = self._calls_of_thread + 1 if is_same else 0
+        return self._calls_of_thread > self._patience
 
     def known_after(self, choice: SampledToken) -> list[SampledToken]:
         """The tokens that must follow a request's latest choice by its constraint. A step under way
@@ -138,6 +149,8 @@ class StepPipeline(Generic[LaunchedT]):
     def recover(self, fault: Fault) -> list[Request]:
         """Start again after a failure; return the requests that end because of it."""
         self._under_way = None
+        if isinstance(fault.error, UnknownEndError):
+            self._patience = 2 * self._patience + 1
         try:
             self.runner.recover(fault.error)
         except Exception as error:
@@ -193,6 +206,7 @@ class StepPipeline(Generic[LaunchedT]):
         ended, report = self._now(), launched.report
         report.launch_seconds = launched_at - scheduled + ended - committed_at
         report.commit_seconds = committed_at - launched_at
+        result.launched.append(report)
         for see in self.observers.launched:
             see(launched)
         of_before = before.launched.report.rest_seconds if before else 0.0
@@ -265,21 +279,3 @@ class StepPipeline(Generic[LaunchedT]):
                 each.wait()
         for each in copies:
             self._scheduler.keep_copies(each.stores)
-
-
-@contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Hold back SIGINT until the end of this context, so that it cannot stop halfway. Only Python's
-    own handlers in the main thread can be held back: otherwise this does nothing."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(*caught[0])

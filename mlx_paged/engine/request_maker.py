@@ -121,10 +121,17 @@ class RequestMaker:
         like: Request | None = None,
         constraint: Constraint | None = None,
     ) -> Request:
-        """A request; without a seed it gets a random one. The last tokens, to which `logprobs`
-        belong, are generated ones. The request continues the one that it is `like`, with the
-        same adapter; its tokens follow `constraint`, or a new one that `params` ask for. Raises
-        ValueError for its constraint, or if there is no such adapter."""
+        """A request of a prompt.
+
+        Args:
+            seed: of the request's random stream; None: a random one.
+            logprobs: of the last tokens of the prompt, which are generated ones.
+            like: the request that this one continues, with the same adapter; None: none.
+            constraint: what the tokens follow; None: a new one, if `params` ask for one.
+
+        Raises:
+            ValueError: the constraint cannot be followed, or there is no such adapter.
+        """
         variant = self.variant_of(params.adapter) if like is None else like.variant
         if like is not None and params.adapter not in (None, variant and variant.name):
             expected = "None, or that of the request that it continues"

@@ -1,7 +1,6 @@
 """Text in, text out: prompts to token ids, sampled tokens to outputs. Knows no mlx."""
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from operator import index
@@ -98,7 +97,7 @@ class TextStream:
     tokens of `context` is not part of the result, but that of later tokens may depend on it.
 
     Args:
-        detokenizer: a text of :class:`mlx_paged.engine.spelling.Spelling`, or a streaming
+        detokenizer: a text of :class:`mlx_paged.engine.detokenizer.Spelling`, or a streaming
             detokenizer in mlx-lm's form.
     """
 
@@ -345,14 +344,3 @@ class OutputProcessor:
         """Expect no more tokens of a request; return its text so far."""
         self._stop_ids.pop(request.id, None)
         return self._texts.pop(request.id, None)
-
-
-def why_there_is_no_token(choice: SampledToken) -> Exception | None:
-    """The error of a request whose options leave no token: all its logits are NaN or -inf. None if
-    there is a token."""
-    if not math.isnan(choice.logprob) or not choice.request.may_forbid_all:
-        return None
-    return ValueError(
-        "[SamplingParams] logits_processors or logit_bias leave no token: "
-        "expected at least one finite logit, and no NaN"
-    )

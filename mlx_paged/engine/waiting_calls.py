@@ -13,7 +13,7 @@ OnOutput = Callable[[TokenOutput], None]
 
 
 class Stepped(Protocol):
-    """An engine, as a call sees it that waits for requests."""
+    """What a call that waits for requests needs of an engine."""
 
     occupancy: Occupancy
 

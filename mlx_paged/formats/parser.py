@@ -248,10 +248,12 @@ class Inline:
                 self._begin_call(at, events)
                 return True
             before, rest = self._taken(at), self._rest[at:]
-            self._tell_content(before if before.strip() or not self._is_empty else "", rest, events)
+            is_told = bool(before.strip()) or not self._is_empty
+            self._tell_content(before if is_told else "", rest, events)
             self._rest = rest[0 if is_call else len(mark) :]
             return True
-        certain, rest = self._rest[: len(self._rest) - kept], self._rest[len(self._rest) - kept :]
+        num_certain = len(self._rest) - kept
+        certain, rest = self._rest[:num_certain], self._rest[num_certain:]
         if self._is_empty and (marks or self._calls) and not certain.strip():
             if not self._is_ended:  # white space beside calls is not told
                 self._blanks += certain

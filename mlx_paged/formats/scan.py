@@ -38,7 +38,7 @@ class Scan:
     """Coded text that begins with the mark of a call.
 
     Args:
-        effort: that of the answer which has the text.
+        effort: what the searches of the answer with this text may still do.
 
     Attributes:
         text: what has come so far.
@@ -46,7 +46,7 @@ class Scan:
         is_ended: no more text follows.
         is_cut: the answer ended before the model ended it.
         kept: calls that are complete, whatever comes after them in their wrapper.
-        kept_at: where these end.
+        kept_at: where the calls of `kept` end.
     """
 
     def __init__(self, text: str, effort: Effort | None = None) -> None:
@@ -79,7 +79,7 @@ class Scan:
         self.at += len(literal)
 
     def maybe(self, literal: str) -> Steps[bool]:
-        """Read a text if it follows; tell whether it did."""
+        """Read a text if it follows; returns whether it follows."""
         while literal.startswith(self.text[self.at :]) and len(self.text) < self.at + len(literal):
             if self.is_ended:
                 return False

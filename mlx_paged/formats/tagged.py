@@ -65,7 +65,7 @@ class Tagged(Searched):
         return tools.value(name, key, self.marks.plain(self.trimmed(text)))
 
     def trimmed(self, text: str) -> str:
-        """A value without the white space that the format puts around each."""
+        """A value without the white space that the format puts around each value."""
         return text
 
     def end_of_value(self, opened: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""``python -m mlx_paged.generate``: generate text for one or many prompts.
+"""``mlx_paged generate``: text for one prompt or for many at once.
 
 The text goes to stdout, everything else to stderr.
 """

@@ -79,7 +79,11 @@ def read_answers(path: str, jobs: Sequence[Job]) -> dict[int, list[bytes]]:
             if has_failed:
                 failed.add(number)
     expected = {job.number: job.num_answers for job in jobs}
-    return {n: found for n, found in lines.items() if n not in failed and len(found) == expected[n]}
+    return {
+        number: found
+        for number, found in lines.items()
+        if number not in failed and len(found) == expected[number]
+    }
 
 
 def _identity(record: Any) -> tuple[int, str, bool]:
@@ -116,7 +120,8 @@ def results_file(
                 raise OSError(error.errno, error.strerror, path) from error
 
         yield write
-    if list(written) != sorted(written) and Path(path).is_file() and not path.startswith("/dev/"):
+    is_ordered = list(written) == sorted(written)
+    if not is_ordered and Path(path).is_file() and not path.startswith("/dev/"):
         _replace(path, written)
 
 

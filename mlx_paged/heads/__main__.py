@@ -1,5 +1,8 @@
-"""``mlx_paged head extract CHECKPOINT OUT`` writes the MTP head of a published checkpoint, or an
-EAGLE-3 head with quantized matrices."""
+"""``mlx_paged head``: extracts the MTP head of a checkpoint, which guesses tokens.
+
+``mlx_paged head extract CHECKPOINT OUT`` writes that head, or an EAGLE-3 head with quantized
+matrices.
+"""
 
 from collections.abc import Sequence
 

@@ -57,8 +57,9 @@ class Eagle3Layer(nn.Module):
         width, eps = args.hidden_size, args.rms_norm_eps
         self.self_attn = module.Attention(args)
         for name in ("q_proj", "k_proj", "v_proj"):
-            rows, has_bias = self.self_attn[name].weight.shape[0], "bias" in self.self_attn[name]
-            self.self_attn[name] = nn.Linear(2 * width, rows, bias=has_bias)
+            made = self.self_attn[name]
+            rows = made.weight.shape[0]
+            self.self_attn[name] = nn.Linear(2 * width, rows, bias="bias" in made)
         if module is qwen3:
             self.mlp = qwen3.MLP(width, args.intermediate_size)
         else:

@@ -114,7 +114,9 @@ class MTPHead(Head):
 
     def __call__(self, fused: mx.array, embeddings: mx.array, cache: list[Any]) -> mx.array:
         both = [self.embedding_norm(embeddings), self.hidden_norm(fused)]
-        x = self.projection(mx.concatenate(both if self.layout.embedding_first else both[::-1], -1))
+        if not self.layout.embedding_first:
+            both.reverse()
+        x = self.projection(mx.concatenate(both, -1))
         own = cache[0][0] if self.layout.is_indexed else cache[0]
         mask = create_attention_mask(x, own, return_array=self.layout.is_latent)
         hidden: mx.array = self.layers[0](x, mask, cache[0])

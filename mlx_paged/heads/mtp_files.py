@@ -74,10 +74,13 @@ def _read(file: Path) -> MTPHead:
     tensors, metadata = header(file)
     try:
         about = json.loads(metadata[KEY])
-        model_type, config, bits = str(about["model_type"]), dict(about["config"]), about["bits"]
+        model_type = str(about["model_type"])
+        config = dict(about["config"])
+        bits = about["bits"]
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: it is no file of `mlx_paged head extract`") from error
-    head = MTPHead(model_type, config, {name for name in OPTIONAL if f"{name}.weight" in tensors})
+    optional = {name for name in OPTIONAL if f"{name}.weight" in tensors}
+    head = MTPHead(model_type, config, optional)
     if bits is not None:
         if bits not in BITS:
             raise ValueError(f"{file}: it has bits {bits}: expected 4 or 8")

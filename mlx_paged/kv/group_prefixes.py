@@ -90,7 +90,7 @@ class GroupPrefixes:
         known, found = self._full_blocks(tokens, stop + is_last_useful, root, elsewhere)
         if len(known.hashes) * size > stop and not known.is_complete(stop // size):
             known, found = self._full_blocks(tokens, stop, root, elsewhere)
-        hashes, further = known.hashes, list[NeededBlock]()
+        hashes, of_ends = known.hashes, list[NeededBlock]()
         if not self.ends.is_within_blocks:
             self.ends.shorten(hashes, known, elsewhere)
             if self.match(tokens, len(tokens), salt).num_cached >= len(hashes) * size:
@@ -98,14 +98,14 @@ class GroupPrefixes:
             last = len(hashes) - 1
             content = token_bytes(tokens, last * size, (last + 1) * size)
             absent = CachedBlock(ABSENT, hashes[-1], known.parent(last), content)
-            further = self.ends.needed_after(last, absent)
+            of_ends = self.ends.needed_after(last, absent)
         firsts = self._first_kept(min(len(hashes), stop // size))
         return [
             NeededBlock(i, group, block, block_key(key, group))
             for i, key in enumerate(hashes)
             for group, first in enumerate(firsts)
             if i >= first and (block := found[group][i]) is not None
-        ] + further
+        ] + of_ends
 
     def _full_blocks(
         self, tokens: Sequence[int], stop: int, root: bytes, elsewhere: Container[bytes] = ()

@@ -1,4 +1,4 @@
-"""``python -m mlx_paged.kv_disk DIR``: lists, verifies and trims a directory of stored K/V."""
+"""``mlx_paged kv_disk``: lists, verifies and trims a directory of --kv-disk."""
 
 from collections.abc import Sequence
 

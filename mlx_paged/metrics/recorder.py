@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Launched, Observers, Span, Step, StepReport, StepResult
+from mlx_paged.scheduler.step import Span, Step, StepReport, StepResult
 
 LOGGER = logging.getLogger(__name__)
 
@@ -214,10 +214,6 @@ class TickRecorder:
         self._has_new = False  # whether a step of the tick does a kind of work that none did before
         self._tick = Tick()
 
-    def watch(self, observers: Observers[Any]) -> None:
-        """See the steps of an engine from now on."""
-        observers.launched.append(self._launched)
-
     def metrics(self) -> dict[str, Any]:
         """Counters, current levels and a summary of the latest ticks, as JSON values."""
         stats, levels = self._stats, self._scheduler.levels()
@@ -248,8 +244,8 @@ class TickRecorder:
         tick = self._tick = Tick(start=self._clock())
         tick.gc_ms, tick.gc_elsewhere_ms = -self.pauses.seconds, -self.pauses.elsewhere
 
-    def _launched(self, launched: Launched) -> None:
-        tick, stats, report = self._tick, self._stats, launched.report
+    def _note_launched(self, report: StepReport) -> None:
+        tick, stats = self._tick, self._stats
         tick.launch_ms += 1000 * report.launch_seconds
         tick.schedule_ms += 1000 * report.commit_seconds
         tick.launched_prefill_tokens += report.step.prompt_tokens
@@ -260,6 +256,8 @@ class TickRecorder:
     def end(self, result: StepResult) -> None:
         """Call after the engine advanced."""
         self.pauses.close()
+        for launched in result.launched:
+            self._note_launched(launched)
         if result.report is None and result.fault is None:
             return
         tick, pauses, report = self._tick, self.pauses, result.report

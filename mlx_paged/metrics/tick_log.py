@@ -171,7 +171,7 @@ def causes(tick: Tick, usual: Sequence[Tick]) -> tuple[str, ...]:
 
 
 def _excesses(tick: Tick, usual: Sequence[Tick]) -> dict[str, float]:
-    """By part, how much longer than usual it took."""
+    """By part of a tick, how many milliseconds more than usual the part took."""
     columns = zip(*map(_parts, usual or [Tick()]), strict=True)
     rows = zip(PARTS, _parts(tick), columns, strict=True)
     return {part: value - median(values) for part, value, values in rows}

@@ -38,7 +38,7 @@ class Chunks(Protocol):
     """How many prompt tokens a step computes at most."""
 
     def shorten_chunks(self, least: int) -> bool:
-        """Halve them, if `least` or more are left; returns whether they are fewer now."""
+        """Halve the prompt tokens of a step if `least` or more are left; returns whether it did."""
 
     def lengthen_chunks(self) -> None:
         """Take one halving back, if there is one."""
@@ -103,7 +103,7 @@ class SmallerPool:
 
 
 class _Grown:
-    """Takes back a half of what was given back."""
+    """Takes back half of the memory that was given back."""
 
     def __init__(self, chunk: SmallerChunk, pool: SmallerPool | None) -> None:
         self._chunk, self._pool = chunk, pool

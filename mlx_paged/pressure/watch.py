@@ -15,7 +15,7 @@ READ_EVERY_S = 1.0
 TRY_AGAIN_S = 30.0
 """Seconds until the ladder is climbed anew, after its last rung."""
 GROW_AFTER_S = 300.0
-"""Seconds without pressure until what was given back is taken again, and what is taken later."""
+"""Seconds without pressure until a part of what was given back is taken again."""
 UNWIRE_AFTER_S = 180.0
 """Seconds without a step until memory is wired no more."""
 SLEPT_S = 5.0

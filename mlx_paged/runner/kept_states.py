@@ -60,7 +60,7 @@ class _Kept:
         if index is None:
             return None
         span = self.states.spans[index]
-        wrong = len(span.drafts) - self.right.get(request_id, 0) if span.drafts else 0
+        wrong = len(span.further) - self.right.get(request_id, 0) if span.further else 0
         return span.start, span.stop - wrong, int(self.states.first_rows[index])
 
 

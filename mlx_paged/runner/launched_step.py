@@ -5,15 +5,11 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.request import Request
 from mlx_paged.runner.hidden_states import ForwardStates
-from mlx_paged.sampling.penalties import Beyond
 from mlx_paged.sampling.prompt_scores import PromptScores
-from mlx_paged.sampling.sampler import PendingTokens, Sampled, Scores
+from mlx_paged.sampling.sampler import PendingTokens, Sampled, SamplerArguments
 from mlx_paged.scheduler.step import StepReport
-
-SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Beyond]
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,8 +227,14 @@ class ModelRunner:
             launched.pending += self.states.left_by(step.spans) + separated
         if logits:
             guesses = {s.request.id: s.known[1 - s.samples :] for s in step.spans if s.samples > 1}
-            arguments = launched.requests, _joined(newest), np.concatenate(lengths), scores, guesses
-            launched.unsampled = _joined(logits), *arguments
+            launched.unsampled = (
+                _joined(logits),
+                launched.requests,
+                _joined(newest),
+                np.concatenate(lengths),
+                scores,
+                guesses,
+            )
         return first or []
 
     def _forward_and_first(
@@ -258,7 +264,7 @@ class ModelRunner:
     def transfer(
         self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
     ) -> Callable[[], None] | None:
-        """Start to copy blocks out of the pool, and then others into it: groups share arrays."""
+        """Start to copy blocks out of the pool, then blocks into the pool: groups share arrays."""
         try:
             self._transfer(stores, loads)
             end = ops.metal.end_of_work() if stores else None
@@ -357,10 +363,9 @@ class ModelRunner:
         The states that are left get arrays of their own."""
         self.states.release(state_ids)
         self.states.rest(rested)
-        if self._held_back is None:  # else it would have to begin now
-            separated = self.states.separate()
-            if separated:
-                self._begin(separated)
+        separated = [] if self._held_back is not None else self.states.separate()
+        if separated:  # a step that is held back would have to begin now
+            self._begin(separated)
 
     def recover(self, error: BaseException | None = None) -> None:
         """Give up the steps under way: reset the pool's handles and forget every state."""

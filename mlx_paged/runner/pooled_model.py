@@ -177,7 +177,8 @@ class PooledModel:
             measured.states.kind(),
             partial(WorthOrder, max_pinned=config.max_pinned),
         )
-        self._has_compiled, self._kernel_seconds = measured.has_compiled, measured.kernel_seconds
+        self._has_compiled = measured.has_compiled
+        self._kernel_seconds = measured.kernel_seconds
         self._budget = measured.budget
         cache = self._budget.cache
         self.limits = None if cache is None else HeldLimits(cache, is_wired(config.wired))
@@ -267,6 +268,12 @@ class PooledModel:
             if NOBODY in allocator:
                 allocator.free(NOBODY)
             runner.release(allocator.take_released())
+
+    @property
+    def way(self) -> str:
+        """How decodes are computed, in words. All ranks have to compute them in the same way."""
+        why_plain = self.runner.why_plain
+        return "compiled decodes" if why_plain is None else f"plain decodes: {why_plain}"
 
     @property
     def blocks_in_use(self) -> int:

@@ -143,9 +143,9 @@ class Ranks:
         measured = replace(measured, config=config, num_blocks=num_blocks)
         make_runner = partial(make_runner, begins_each=True)
         pooled = PooledModel(measured, make_runner, is_alone=False)
-        answers, why_plain = self.answers(), pooled.runner.why_plain
-        if any(reason != why_plain for _, reason in answers):
-            raise LostRank(f"decodes are compiled on some ranks only: {answers}, {why_plain}")
+        answers = self.answers()
+        if any(way != pooled.way for _, way in answers):
+            raise LostRank(f"the ranks compute steps in several ways: {answers}, {pooled.way}")
         shares = [pooled.pool.nbytes, *(num_bytes for num_bytes, _ in answers)]
         LOGGER.info("bytes of K/V on each rank: %s", shares)
         runner = LeadingRunner(self, pooled.runner, shares)
@@ -213,7 +213,8 @@ def read_first_frame(content: bytes) -> PoolConfig:
 
 
 class LeadingRunner:
-    """Rank 0's: tells the others each step, then lets `runner` compute its own part.
+    """Rank 0's: tells the others each step, then lets `runner` compute its own part. Attributes
+    that it lacks are those of `runner`.
 
     Args:
         shares: bytes of K/V on each rank.
@@ -232,10 +233,8 @@ class LeadingRunner:
         self._rested: list[int] = []
         self._error: BaseException | None = None  # of a launch: the others wait for that step
 
-    @property
-    def why_plain(self) -> str | None:
-        """Why decodes are not compiled; None: they are."""
-        return self.runner.why_plain
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         started = time.perf_counter()
@@ -345,7 +344,7 @@ def _follow(
                 follower = _Follower(measured, group)
                 pooled = follower.pooled
                 pooled.warm_up()
-                answer = pooled.pool.nbytes, pooled.runner.why_plain
+                answer = pooled.pool.nbytes, pooled.way
                 link.send(Kind.ANSWER, json.dumps(answer).encode())
                 del pooled
     except BaseException as error:

@@ -41,7 +41,8 @@ class Run:
 
     def __post_init__(self) -> None:
         at_the_end = [cache.cache for cache in self.caches]
-        self.after = [[list(layer) for layer in at_the_end] for _ in self.stops[1:]] + [at_the_end]
+        before = [[list(layer) for layer in at_the_end] for _ in self.stops[1:]]
+        self.after = [*before, at_the_end]
 
     @property
     def stop(self) -> int:

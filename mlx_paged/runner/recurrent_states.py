@@ -344,7 +344,8 @@ def unpacked(content: Any) -> States:
 
 def forms_of(states: Iterable[LayerState]) -> Forms:
     """The forms of states: sequences can be joined if these are equal."""
-    return tuple(None if a is None else (a.shape[1:], a.dtype) for layer in states for a in layer)
+    arrays = (array for layer in states for array in layer)
+    return tuple(None if a is None else (a.shape[1:], a.dtype) for a in arrays)
 
 
 def _join(

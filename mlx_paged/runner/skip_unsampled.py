@@ -59,7 +59,10 @@ class LogitRows:
         """Within this context a forward computes the logits of `rows` ``[R]`` of its input's `axis`
         only; None: of all rows. Unless `by_heads`, only :meth:`take` takes them."""
         wanted = self._wanted
-        wanted.rows, wanted.axis, wanted.by_heads, wanted.were_taken = rows, axis, by_heads, False
+        wanted.rows = rows
+        wanted.axis = axis
+        wanted.by_heads = by_heads
+        wanted.were_taken = False
         try:
             yield
         finally:

@@ -90,7 +90,11 @@ class SamplingRows:
             if request.constraint is not None:
                 constrained.setdefault(request.id, []).append(i)
         # Rows with a constraint, and how many tokens beyond the request's own come before each.
-        self.constrained = [pair[::-1] for rows in constrained.values() for pair in enumerate(rows)]
+        self.constrained = [
+            (row, num_before)
+            for rows in constrained.values()
+            for num_before, row in enumerate(rows)
+        ]
         self.reported = Subset(reported, len(params)) if reported else None
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
 

@@ -213,8 +213,10 @@ def masks_of(
         state = each.constraint
         try:
             if each.is_tentative:
-                # The copy of the row before has followed all tokens but the last one.
-                state = ahead[id(each.constraint)] = ahead.get(id(state), state).copy(each.tokens)
+                # The copy of the row before has followed each of these tokens except the last one.
+                before = ahead.get(id(each.constraint), state)
+                state = before.copy(each.tokens)
+                ahead[id(each.constraint)] = state
             else:
                 state.follow(each.tokens)
         except ValueError as error:

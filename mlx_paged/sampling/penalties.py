@@ -143,7 +143,8 @@ def clipped(values: mx.array, dtype: mx.Dtype) -> mx.array:
 
 
 def bounded(found: mx.array, before: mx.array) -> mx.array:
-    """Logits `found` within what an option may make; those that were infinite `before` stay so."""
+    """The logits `found`, limited to the range that options may reach. Logits that were infinite
+    `before` stay infinite."""
     return mx.where(mx.isinf(before), before, clipped(found, found.dtype))
 
 

@@ -96,6 +96,11 @@ class Scores(NamedTuple):
         return cls(logits, *log_softmax(logits, allowed))
 
 
+Lengths = npt.NDArray[np.int32]
+SamplerArguments = tuple[mx.array, list[Request], mx.array, Lengths, Scores | None, Beyond]
+"""The arguments of a :class:`Sampler`, in their order."""
+
+
 class Sampler:
     """Chooses tokens as mlx-lm does, for all rows at once.
 
@@ -110,7 +115,7 @@ class Sampler:
         logits: mx.array,
         requests: Sequence[Request],
         newest: mx.array,
-        lengths: npt.NDArray[np.int32] | None = None,
+        lengths: Lengths | None = None,
         scores: Scores | None = None,
         beyond: Beyond = NOTHING_BEYOND,
     ) -> Sampled | None:
@@ -212,7 +217,7 @@ class Sampler:
 def _row(
     request: Request, index: int, length: int, num_beyond: int, beyond: Beyond
 ) -> Row[Constraint]:
-    """The row at `index`, behind `num_beyond` tokens beyond the request's own."""
+    """The row at `index`, which follows `num_beyond` tokens beyond the request's own."""
     assert request.constraint is not None
     tokens = request.tokens
     if request.id in beyond:

@@ -164,6 +164,9 @@ def _shared_tokens(request: Request, span: Span, block_size: int) -> int:
     if ours[:start] != theirs[:start]:
         return 0
     last = min(span.stop, len(ours))
-    while stop + block_size <= last and ours[stop : (end := stop + block_size)] == theirs[stop:end]:
+    while stop + block_size <= last:
+        end = stop + block_size
+        if ours[stop:end] != theirs[stop:end]:
+            break
         stop = end
     return stop - start

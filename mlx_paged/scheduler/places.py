@@ -168,7 +168,8 @@ class Places:
         if not self.running:
             return 0
         for_samples = self.allocator.blocks_to_append(len(request.samples))
-        return max(self.allocator.blocks_to_append(len(self.running)), self.watermark) + for_samples
+        for_running = self.allocator.blocks_to_append(len(self.running))
+        return max(for_running, self.watermark) + for_samples
 
     def _enter(self, planning: Planning, request: Request, spare: int) -> bool:
         """Make a waiting request a running one if there are blocks for all its tokens."""

@@ -27,7 +27,7 @@ class Planning:
     work: StepWork = field(default_factory=StepWork)  # of the spans
     prompt_tokens: int = 0
     is_plain: bool = True
-    proposal_seconds: float = 0.0
+    extra_seconds: float = 0.0
     scores: bool = False
     # Ids of all requests that are computed, forked or preempted in this step.
     requests: set[int] = field(default_factory=set)
@@ -45,7 +45,7 @@ class Planning:
         start = span.start + span.stored
         self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - start)
         work = StepWork.chunk(span.start, len(span))
-        if span.drafts or span.stop - start == 1:
+        if span.further or span.stop - start == 1:
             work = StepWork(work.chunk_tokens, work.chunk_context)
         self.work += work
 
@@ -94,7 +94,7 @@ class Planning:
             work=self.work,
             prompt_tokens=self.prompt_tokens,
             is_plain=self.is_plain,
-            proposal_seconds=self.proposal_seconds,
+            extra_seconds=self.extra_seconds,
             is_read_first=is_read_first,
             scores=self.scores,
             is_held_back=is_held_back,
@@ -193,7 +193,7 @@ class Progress:
             report.choices = [each for each in report.choices if each.request.id not in ids]
         if step.is_plain:
             return
-        drafted = {span.request.id: span for span in step.spans if span.drafts}
+        drafted = {span.request.id: span for span in step.spans if span.further}
         if drafted:
             report.choices = self._verified(report, drafted)
 
@@ -212,8 +212,8 @@ class Progress:
             if span is None:
                 kept += of_request
                 continue
-            request, count = span.request, len(span.drafts)
-            pairs = enumerate(zip(of_request, span.drafts, strict=False))
+            request, count = span.request, len(span.further)
+            pairs = enumerate(zip(of_request, span.further, strict=False))
             right = next((i for i, (row, draft) in pairs if row.token != draft), count)
             kept += of_request[: right + 1]
             self.correct(request, span.start + span.stored + 1 + right)
@@ -233,8 +233,14 @@ def _choosing(step: Step) -> Iterator[Request]:
 
 def append_token(choice: SampledToken) -> TopLogprobs:
     """Give a request its next token. Returns the likeliest tokens that it asked for, with their
-    log-probabilities, but none that is forbidden."""
+    log-probabilities, but none that is forbidden. Raises ValueError if the request's options leave
+    no token: all its logits are NaN or -inf."""
     request = choice.request
+    if math.isnan(choice.logprob) and request.may_forbid_all:
+        raise ValueError(
+            "[SamplingParams] logits_processors or logit_bias leave no token: "
+            "expected at least one finite logit, and no NaN"
+        )
     request.tokens.append(choice.token)
     request.logprobs.append(choice.logprob)
     top = choice.top[: request.params.logprobs] if choice.top else ()

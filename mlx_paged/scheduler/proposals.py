@@ -40,7 +40,7 @@ class Proposals(Protocol):
         """Forget an ended request."""
 
     def recover(self) -> None:
-        """Forget what was computed, because a step failed and it may be wrong."""
+        """Forget the computed guesses: a step failed, and they may be wrong."""
 
 
 class NoProposals:

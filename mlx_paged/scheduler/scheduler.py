@@ -176,7 +176,7 @@ class Scheduler(Places):
                 self.clear(choice.request)
         self.commit(step)
         if self.budget.learns:
-            own_seconds = report.seconds - step.proposal_seconds - report.extra_seconds
+            own_seconds = report.seconds - step.extra_seconds - report.extra_seconds
             self.budget.observe(step.work, own_seconds)
 
     def take_released(self) -> list[int]:

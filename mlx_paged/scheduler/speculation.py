@@ -33,8 +33,8 @@ class Drafter(Protocol):
     seconds_per_draft: float  # that each further draft of a batch takes
 
     def likelihood(self, request: Request) -> tuple[float, ...]:
-        """How likely the next guess is right, then the one after it if the first is, and so on, as
-        far as known. The last number holds for all guesses after it, too. None: no guess."""
+        """The probabilities that the next guesses are right, each if all guesses before it are. The
+        last probability also holds for all later guesses. Empty: there is no guess."""
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         """For each request at most `depth` next tokens."""
@@ -46,7 +46,7 @@ class Drafter(Protocol):
         """Forget an ended request."""
 
     def recover(self) -> None:
-        """A step failed: forget what was computed, because it may be wrong."""
+        """Forget the computed guesses: a step failed, and they may be wrong."""
 
 
 class Speculation:
@@ -130,7 +130,7 @@ class Speculation:
             except OutOfBlocksError:
                 continue
             move = self._allocator.advance(request.id, start, stop, is_sure=False)
-            planning.add(Span.of(request, start, stop, True, move, drafts=tuple(drafts)))
+            planning.add(Span.of(request, start, stop, True, move, further=tuple(drafts)))
         return [request for request in decodes if request.id not in planning.requests]
 
     def learn(self, report: StepReport) -> None:
@@ -163,7 +163,7 @@ class Speculation:
             own = [request for request in depths if self._source(request) is drafter]
             if own:
                 found |= zip(own, drafter.propose(own, [depths[r] for r in own]), strict=True)
-                planning.proposal_seconds += drafter.seconds
+                planning.extra_seconds += drafter.seconds
         return found
 
     def _likelihoods(self, decodes: list[Request]) -> dict[Request, tuple[float, ...]]:
@@ -213,7 +213,8 @@ class Speculation:
         best_first = max(likely[request][0] for request in hopeful)
         if min(best_first, SUREST) * seconds <= MIN_GAIN * count * of_draft:
             return {}
-        longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
+        max_stall = self._budget.max_stall
+        longest = np.inf if max_stall is None else max_stall / cost.margin
         room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - plain.decode_rows)
         sources = [self._source(request) for request in hopeful]
         most = max(each.num_tokens for each in sources)

@@ -13,7 +13,7 @@ from mlx_paged.request import Request
 class StepWork(NamedTuple):
     """What a step computes."""
 
-    decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
+    decode_rows: int = 0  # newest tokens of requests, and known tokens beyond these
     decode_context: int = 0  # sum of the context lengths of these rows
     chunk_tokens: int = 0  # tokens of prefill chunks
     chunk_context: int = 0  # sum of the context lengths of these tokens; position p has p + 1
@@ -36,12 +36,12 @@ class Span:
     start: int
     stop: int
     # How many tokens of the request it chooses: none if known tokens are left to compute, else the
-    # next one, and one after each guess.
+    # next one, and one after each token of `further`.
     samples: int
     # Other samples of the same prompt; each draws its first token in this step.
     forks: tuple[Request, ...] = ()
-    # Guesses of the request's next tokens, which are the span's last tokens: `samples` - 1 of them.
-    drafts: tuple[int, ...] = ()
+    # Tokens that may follow the request's own: the span's last ones, `samples` - 1 of them.
+    further: tuple[int, ...] = ()
     stored: int = 0  # how many of its first tokens have K/V already
     reads: int = 0  # id of the recurrent states with which it begins; 0: there are none
     # The recurrent states that it leaves, ordered by position; none on a model without such layers.
@@ -56,12 +56,12 @@ class Span:
         samples: bool,
         move: Move,
         forks: tuple[Request, ...] = (),
-        drafts: tuple[int, ...] = (),
+        further: tuple[int, ...] = (),
     ) -> "Span":
         """A span that computes the K/V of ``[start, stop)`` and what `move` does to the states."""
         first, reads = move.reads.position, move.reads.id
-        count = 1 + len(drafts) if samples else 0
-        return cls(request, first, stop, count, forks, drafts, start - first, reads, move.leaves)
+        count = 1 + len(further) if samples else 0
+        return cls(request, first, stop, count, forks, further, start - first, reads, move.leaves)
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -73,9 +73,9 @@ class Span:
 
     @property
     def known(self) -> list[int]:
-        """Its tokens, drafts included; none if its only token is still being chosen."""
+        """Its tokens, with those of `further`; none if its only token is still being chosen."""
         tokens = self.request.tokens[self.start : self.own_stop]
-        return [*tokens, *self.drafts] if self.drafts else tokens
+        return [*tokens, *self.further] if self.further else tokens
 
     def pieces(self) -> list["Span"]:
         """The span cut at the recurrent states that it leaves: each is the state after a piece."""
@@ -119,7 +119,7 @@ class Step:
     work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
     is_plain: bool = False  # whether each span chooses one token of its request
-    proposal_seconds: float = 0.0  # that its guessed tokens took before it was launched
+    extra_seconds: float = 0.0  # of its planning that are not the scheduler's own
     is_read_first: bool = False  # whether it must be read before the next step is planned
     scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
     # Whether only its first layers begin at once. The rest begins with the next call of the runner
@@ -160,7 +160,7 @@ class StepReport:
     settle_seconds: float = 0.0  # correcting the progress by its tokens
     seconds: float = 0.0  # of the host: launch plus wait. Over all steps their sum is wall time.
     choices: list[SampledToken] = field(default_factory=list)  # of a settled step: those that count
-    # Of each request with drafts: how many it had, and how many of them were right.
+    # Of each request with tokens beyond its own: how many, and how many of them were right.
     verified: list[tuple[Request, int, int]] = field(default_factory=list)
 
 
@@ -243,10 +243,11 @@ class Fault:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one call brought that advances the engine."""
+    """What happened in one call that advances the engine."""
 
     # Of the step that ended in the call; None if there was nothing to compute, or the step failed.
     report: StepReport | None = None
+    launched: list[StepReport] = field(default_factory=list)  # of the steps that it launched
     plan_seconds: float = 0.0  # planning the step that was launched, or finding nothing to compute
     ready: float = 0.0  # when the call had all this, on the clock without garbage collections
     # The step or one that was launched failed. The tokens of the report are still valid.

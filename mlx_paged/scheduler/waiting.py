@@ -175,7 +175,7 @@ class Waiting:
 
 
 def _beside_the_oldest(running: Iterable[Request]) -> list[Request]:
-    """Requests that are not of the background, but for the oldest of each client."""
+    """The running requests of each client without its oldest one; none of the background."""
     by_client: dict[str, list[Request]] = {}
     for request in running:
         if not request.is_background:

@@ -1,4 +1,4 @@
-"""``python -m mlx_paged.server``: an OpenAI-compatible HTTP server on a paged engine.
+"""``mlx_paged server``: OpenAI's API and Anthropic's Messages API over HTTP.
 
 It understands and answers requests as mlx-lm's server does, and computes all of them in one batch.
 A field of a request is obeyed or refused. Starlette and uvicorn speak HTTP.

@@ -38,7 +38,7 @@ class Tickets:
         await self._fill()
 
     def abort(self, index: int) -> None:
-        """End a completion; its last output comes nevertheless."""
+        """End a completion. Its last output still comes."""
         self._open[index].abort()
 
     def close(self) -> None:

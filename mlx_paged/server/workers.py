@@ -78,7 +78,7 @@ class Probes:
             await asyncio.sleep(PROBE_EVERY_S)
 
     def silent(self, most: float) -> list[str]:
-        """The names of those that have not answered for more than so many seconds."""
+        """The names of the threads and engines that have not answered for so many seconds."""
         now, engines = time.monotonic(), self._engines()
         found = {name: each.silence(now) for name, each in self._workers.items()}
         self._asked = {name: asked for name, asked in self._asked.items() if name in engines}

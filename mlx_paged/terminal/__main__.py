@@ -1,4 +1,4 @@
-"""``mlx_paged chat``: a chat with a model in a terminal."""
+"""``mlx_paged chat``: a chat with a model in this terminal."""
 
 from collections.abc import Sequence
 

@@ -159,7 +159,7 @@ def test_decodes_drafts_and_chunks_are_one_forward(monkeypatch):
 
     def counted(runner, batch):
         lengths = [len(span) for span in batch.spans]
-        drafts = any(span.drafts for span in batch.spans)
+        drafts = any(span.further for span in batch.spans)
         kinds.add((1 in lengths, drafts, any(span.leaves[1:] for span in batch.spans)))
         runner.count = getattr(runner, "count", 0) + 1
         return forward(runner, batch)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, FinishReason
-from mlx_paged.engine.pipeline import deferred_interrupts
+from mlx_paged.engine.core import deferred_interrupts
 from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 RNG = np.random.default_rng(3)

@@ -396,7 +396,7 @@ def windows_follow_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def commit(scheduler, step):
         for span in step.spans:
-            if span.drafts and span.request.id in scheduler.allocator:
+            if span.further and span.request.id in scheduler.allocator:
                 scheduler.allocator.trim(span.request.id, span.stop)
         whole(scheduler, step)
 

@@ -11,10 +11,11 @@ import pytest
 from scripts.leaks import FEATURES, SEQUENCES, Sources, feature_counts, main
 
 CORE = {
-    "drafts": 6,
-    "beyond": 3,
+    "drafts": 5,
+    "beyond": 2,
+    "further": 1,
     "grammars": 2,
-    "disk": 4,
+    "disk": 3,
     "images": 3,
     "ranks": 1,
     "beams": 3,
@@ -23,13 +24,14 @@ CORE = {
     "states": 3,
     "windows": 3,
     "cascade": 2,
-    "compiled": 4,
+    "compiled": 3,
 }
 """By feature, the number of core files outside its home that know the feature."""
 
 ADAPTERS = {
     "drafts": 8,
     "beyond": 0,
+    "further": 0,
     "grammars": 5,
     "disk": 4,
     "images": 18,

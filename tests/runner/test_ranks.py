@@ -347,9 +347,9 @@ def test_guesses_of_a_span_reach_the_others(guesses):
     planning = Planning()
     planning.copies += allocator.make_writable(0, 4, stop)
     move = allocator.advance(0, 4, stop, is_sure=False)
-    planning.add(Span.of(request, 4, stop, True, move, drafts=guesses))
+    planning.add(Span.of(request, 4, stop, True, move, further=guesses))
     [span] = reader.read(writer.write(planning.step(), False))[0].spans
-    assert (span.samples, span.drafts, span.own_stop) == (1 + len(guesses), guesses, 5)
+    assert (span.samples, span.further, span.own_stop) == (1 + len(guesses), guesses, 5)
     assert span.known == [5, *guesses]
 
 

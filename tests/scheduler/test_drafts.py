@@ -102,7 +102,7 @@ def finish(scheduler: Scheduler, step: Step) -> list[int]:
 
 
 def rows_of(span) -> int:
-    return 1 + len(span.drafts)
+    return 1 + len(span.further)
 
 
 def test_right_drafts_are_all_taken_and_one_token_more_comes_with_them():
@@ -111,12 +111,12 @@ def test_right_drafts_are_all_taken_and_one_token_more_comes_with_them():
     (request,) = started(scheduler, 5)
     step = scheduler.schedule()
     (span,) = step.spans
-    assert span.drafts == (RIGHT,) * len(span.drafts) and 3 < len(span.drafts) <= MAX_DRAFTS
-    assert (span.start, span.stop) == (5, 6 + len(span.drafts)) and step.work.chunk_tokens == 0
-    assert (span.samples, span.own_stop) == (1 + len(span.drafts), 6)
-    assert finish(scheduler, step) == [0] * (1 + len(span.drafts))
-    assert request.num_computed == len(request.tokens) - 1 == 6 + len(span.drafts)
-    assert drafter.learnt == [(0, len(span.drafts), len(span.drafts))]
+    assert span.further == (RIGHT,) * len(span.further) and 3 < len(span.further) <= MAX_DRAFTS
+    assert (span.start, span.stop) == (5, 6 + len(span.further)) and step.work.chunk_tokens == 0
+    assert (span.samples, span.own_stop) == (1 + len(span.further), 6)
+    assert finish(scheduler, step) == [0] * (1 + len(span.further))
+    assert request.num_computed == len(request.tokens) - 1 == 6 + len(span.further)
+    assert drafter.learnt == [(0, len(span.further), len(span.further))]
 
 
 def test_wrong_drafts_leave_one_token_and_no_block():
@@ -148,7 +148,7 @@ def test_nothing_is_drafted_ahead_of_a_token_that_is_not_known():
     request.num_computed += 1
     scheduler.allocator.make_writable(0, 5, 6)
     step = scheduler.schedule()
-    assert [len(span.drafts) for span in step.spans] == [0]
+    assert [len(span.further) for span in step.spans] == [0]
     assert scheduler.proposals.reads_first, "the next step may not be launched ahead"
 
 
@@ -156,13 +156,13 @@ def test_drafts_that_cost_more_than_they_give_are_not_computed():
     (scheduler, hopeless) = scheduler_with(Always(likelihood=0.3)), Always(likelihood=0.0)
     started(scheduler, 5)
     cheap = scheduler.schedule()
-    assert 0 < len(cheap.spans[0].drafts) < 6
+    assert 0 < len(cheap.spans[0].further) < 6
     dear = scheduler_with(Always(likelihood=0.3), row_seconds=0.005)
     started(dear, 5)
-    assert not dear.schedule().spans[0].drafts and not dear.proposals.reads_first
+    assert not dear.schedule().spans[0].further and not dear.proposals.reads_first
     none = scheduler_with(hopeless)
     started(none, 5)
-    assert not none.schedule().spans[0].drafts
+    assert not none.schedule().spans[0].further
 
 
 @pytest.mark.parametrize("max_stall", [None, 1.0])
@@ -191,7 +191,7 @@ def test_after_many_plans_in_vain_few_steps_are_planned_and_learnt_from(max_stal
     drafter.chance, drafted = 0.99, []
     for _ in range(1 + REST):
         step = scheduler.schedule()
-        drafted += step.spans[0].drafts
+        drafted += step.spans[0].further
         finish(scheduler, step)
     assert drafted
 
@@ -209,10 +209,10 @@ def test_drafts_take_no_block_that_a_decode_needs():
 def test_drafts_end_before_the_last_token_and_at_the_bound_of_a_stall():
     scheduler = scheduler_with(Always(likelihood=1.0))
     started(scheduler, 5, max_tokens=4)
-    assert len(scheduler.schedule().spans[0].drafts) == 2  # one token is there, one comes free
+    assert len(scheduler.schedule().spans[0].further) == 2  # one token is there, one comes free
     bounded = scheduler_with(Always(), max_stall=0.0102)
     started(bounded, 5)
-    assert not bounded.schedule().spans[0].drafts
+    assert not bounded.schedule().spans[0].further
 
 
 def test_the_first_drafts_are_few_and_then_no_more_than_twice_as_many_rows():
@@ -239,7 +239,7 @@ def test_the_bound_of_a_stall_leaves_those_drafts_that_fit():
     started(scheduler, 5)
     (span,) = scheduler.schedule().spans
     margin = scheduler.budget.cost.margin
-    assert 0 < len(span.drafts) < MAX_DRAFTS
+    assert 0 < len(span.further) < MAX_DRAFTS
     assert (0.010 + 0.001 * len(span)) * margin <= 0.0195 < (0.013 + 0.001 * len(span)) * margin
 
 
@@ -274,7 +274,7 @@ def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: floa
             SampledToken(s.request, right[s.request.id][s.request.num_generated + j], 0.0)
             for s in step.spans
             if s.samples
-            for j in range(1 + len(s.drafts))
+            for j in range(1 + len(s.further))
         ]
         report = StepReport(step, choices=rows)
         scheduler.begun(report)
@@ -313,7 +313,7 @@ def test_drafts_gain_what_they_can_and_lose_nothing(constant, of_row, least):
 def test_requests_that_may_keep_a_state_or_do_not_want_drafts_get_none(params):
     scheduler = scheduler_with(Always())
     started(scheduler, 5, **params)
-    assert not scheduler.schedule().spans[0].drafts
+    assert not scheduler.schedule().spans[0].further
 
 
 # Models with recurrent layers
@@ -331,7 +331,7 @@ def test_after_wrong_drafts_the_states_are_computed_again_with_the_next_token():
     first = allocator.state(request.id)
     step = scheduler.schedule()
     (span,) = step.spans
-    assert (span.start, span.stored, span.reads) == (6, 0, first.id) and span.drafts
+    assert (span.start, span.stored, span.reads) == (6, 0, first.id) and span.further
     drafter.token = RIGHT + 1
     finish(scheduler, step)
     assert num_behind() == 0, "all were right"
@@ -372,7 +372,7 @@ def test_a_request_far_behind_catches_up_before_it_gets_drafts():
     at = request.num_computed - MOST_BEHIND - 1
     scheduler.allocator.advance(request.id, 0, at)  # as if its states had stayed there
     (span,) = scheduler.schedule().spans
-    assert span.stored == MOST_BEHIND + 1 and not span.drafts
+    assert span.stored == MOST_BEHIND + 1 and not span.further
 
 
 def test_an_ended_request_is_forgotten():
@@ -406,7 +406,7 @@ def test_a_request_gets_the_drafts_that_promise_more_tokens_for_their_time(
     started(scheduler, 5)
     step = scheduler.schedule()
     (span,) = step.spans
-    assert {*span.drafts} == {expected}
+    assert {*span.further} == {expected}
     finish(scheduler, step)
     learnt = {each.token: each.learnt for each in drafters}
     assert len(learnt.pop(expected)) == 1 and [*learnt.values()] == [[]]
@@ -423,7 +423,7 @@ def test_requests_of_a_step_have_drafts_of_their_own_drafter(seconds):
     free = Always(OTHER, 0.7)
     scheduler = scheduler_with(First(OWN, 0.95, seconds), free, row_seconds=1e-5)
     started(scheduler, 5, 5)
-    drafts = {span.request.id: span.drafts for span in scheduler.schedule().spans}
+    drafts = {span.request.id: span.further for span in scheduler.schedule().spans}
     assert drafts[0] == (OWN,) * 3
     assert {*drafts[1]} == {OTHER} and len(drafts[1]) > 3
     assert len(scheduler.proposals.by_depth) == MAX_DRAFTS
@@ -435,7 +435,7 @@ def test_the_time_of_a_drafter_bounds_its_drafts(seconds, count):
     scheduler = scheduler_with(Priced(OWN, 0.8, seconds))
     started(scheduler, 5)
     (span,) = scheduler.schedule().spans
-    assert len(span.drafts) == count
+    assert len(span.further) == count
 
 
 def test_an_ended_request_is_forgotten_by_all_drafters():
@@ -455,7 +455,7 @@ def test_a_step_is_predicted_once_for_all_drafters():
     scheduler.proposals._plain = lambda decodes: predicted.append(len(decodes)) or plain(decodes)
     for num_running in (2, 2, 1):
         step = scheduler.schedule()
-        assert len(step.spans) == num_running and any(span.drafts for span in step.spans)
+        assert len(step.spans) == num_running and any(span.further for span in step.spans)
         finish(scheduler, step)
         if len(predicted) == 2:
             scheduler.complete(next(iter(scheduler.running.values())))

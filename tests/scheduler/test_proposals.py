@@ -31,7 +31,7 @@ class Repeats(NoProposals):
             planning.copies += self._allocator.make_writable(request.id, start, start + 2)
             move = self._allocator.advance(request.id, start, start + 2, is_sure=False)
             guess = (request.tokens[-1],)
-            planning.add(Span.of(request, start, start + 2, True, move, drafts=guess))
+            planning.add(Span.of(request, start, start + 2, True, move, further=guess))
         return []
 
     def learn(self, report: StepReport) -> None:
@@ -66,7 +66,7 @@ def answer(make_proposals: type[Repeats] | None) -> tuple[Request, Scheduler, in
         report = StepReport(step)
         scheduler.begun(report)
         for span in step.spans:
-            first = span.stop - len(span.drafts)
+            first = span.stop - len(span.further)
             positions = range(first, span.stop + 1)
             report.choices += [SampledToken(request, token_at(p), 0.0) for p in positions]
         scheduler.settle(report)

@@ -279,14 +279,14 @@ class FakeRunner:
 
     def _span(self, span: Span, wave: int, before: FakeLaunch | None) -> FakeSpan:
         request = span.request
-        tokens = request.keys[: span.stop - len(span.drafts)] + list(span.drafts)
+        tokens = request.keys[: span.stop - len(span.further)] + list(span.further)
         coming = None
         if len(tokens) < span.stop:
             assert before is not None and len(span) == 1, "a token nobody chooses, or in a chunk"
             coming = (before, before.requests.index(request))
-        stop = span.stop - len(span.drafts)
+        stop = span.stop - len(span.further)
         draws = [(r, r.num_generated, stop) for r in (request, *span.forks) if span.samples]
-        draws += [(request, draws[0][1] + i, stop + i) for i in range(1, 1 + len(span.drafts))]
+        draws += [(request, draws[0][1] + i, stop + i) for i in range(1, 1 + len(span.further))]
         state, after = self.states.get(span.reads), State(span.stop)
         if self.recurrent:
             if span.start and (state is None or state.position != span.start):

@@ -68,7 +68,7 @@ class PlannedRunner:
         assert found.copies == list(step.copies)
         assert found.is_held_back == step.is_held_back
         for own, other in zip(step.spans, found.spans, strict=True):
-            for name in ("start", "stop", "samples", "drafts", "stored", "reads", "leaves"):
+            for name in ("start", "stop", "samples", "further", "stored", "reads", "leaves"):
                 assert getattr(own, name) == getattr(other, name), name
             assert other.known == own.known
             assert other.request.id == own.request.id

@@ -64,7 +64,7 @@ class TurnWatch:
         planning = self._planning
         prompts = [r for r in planning.prompts[:1] if not (r.num_preempted or r.is_background)]
         first = prompts[0] if prompts else None
-        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts) + span.stored]
+        prompts = [span for span in step.spans if len(span) > 1 + len(span.further) + span.stored]
         computed = {span.request.id for span in prompts if not is_forced(span)}
         before, self._first = self._first, first.id if first else None
         is_passed = first is not None and first.id not in planning.requests and bool(computed)
