@@ -5,7 +5,6 @@
 #include <memory>
 #include <vector>
 
-#include "csrc/cpu/layers/layer_ops.h"
 #include "csrc/cpu/quantize.h"
 #include "csrc/cpu/task.h"
 #include "csrc/cpu/thread_pool.h"
@@ -265,40 +264,6 @@ bool is_transforming() {
     return array;
   }();
   return tracer->is_tracer();
-}
-
-std::optional<Arrays> append_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                                const mx::array& v_cache, const mx::array& slot_mapping,
-                                const mx::array& block_tables, int num_tokens,
-                                const OptionalArray& held, const mx::array& head_runs,
-                                const OptionalArray& k_scales, const OptionalArray& v_scales,
-                                bool rotates) {
-  const auto fits = [&](const mx::array& x, const mx::array& cache) {
-    return x.ndim() == 4 && (k_scales || x.dtype() == cache.dtype()) &&
-           x.shape(1) == cache.shape(0) && x.shape(3) == dim_of(cache);
-  };
-  const bool is_native = mx::default_device() == mx::Device::cpu ||
-                         (has_metal() && unsupported_on_metal(k.shape(-1), v.shape(-1)).empty());
-  const bool has_tokens = num_tokens > 0 && k_cache.size() > 0 && block_tables.size() > 0;
-  if (!is_native || is_transforming() || !has_tokens || !fits(k, k_cache) || !fits(v, v_cache)) {
-    return std::nullopt;
-  }
-  const auto rows = [&](const mx::array& x) {
-    const bool is_taken = x.shape(0) == 1 || x.shape(2) == 1;
-    const mx::array taken = is_taken ? x : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
-    return rotates ? hadamard(taken, {}) : taken;
-  };
-  Arrays found = write_kv(rows(k), rows(v), k_cache, v_cache, slot_mapping, k_scales, v_scales, {});
-  const auto gathered = [&](int i) {
-    const mx::array& cache = found[i];
-    const mx::array read = k_scales ? dequantized_blocks(cache, found[2 + i], block_tables,
-                                                         num_tokens, head_runs, k.dtype(), rotates)
-                                    : gather_blocks(cache, block_tables, num_tokens, head_runs);
-    return held ? mx::where(*held, read, mx::array(0, read.dtype())) : read;
-  };
-  const Arrays handles = {gathered(0), gathered(1)};
-  found.insert(found.end(), handles.begin(), handles.end());
-  return found;
 }
 
 }  // namespace mlx_paged

@@ -92,15 +92,6 @@ Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache
                 const OptionalArray& k_scales, const OptionalArray& v_scales,
                 mx::StreamOrDevice stream);
 
-// The new handles of one layer's arrays, in the order of write_kv; then the gathered keys and
-// values.
-std::optional<Arrays> append_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                                const mx::array& v_cache, const mx::array& slot_mapping,
-                                const mx::array& block_tables, int num_tokens,
-                                const OptionalArray& held, const mx::array& head_runs,
-                                const OptionalArray& k_scales, const OptionalArray& v_scales,
-                                bool rotates);
-
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 

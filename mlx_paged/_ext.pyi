@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 _Array = TypeVar("_Array", bound=mx.array)
+_Keys = TypeVar("_Keys", bound=mx.array)
+_Values = TypeVar("_Values", bound=mx.array)
 _Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 
 BUILT_WITH: dict[str, str]
@@ -60,24 +62,63 @@ def gather_blocks(
     *,
     stream: _Stream = None,
 ) -> mx.array: ...
+
+class ForwardArrays:
+    """What the layers of one forward read; csrc/layer_calls.h documents it."""
+
+    slot_mapping: mx.array | None
+    block_tables: mx.array
+    context_lens: mx.array
+    row_tables: mx.array
+    max_context: int
+    def __init__(
+        self,
+        slot_mapping: mx.array | None,
+        block_tables: mx.array,
+        context_lens: mx.array,
+        shared_prefixes: mx.array | None,
+        row_tables: mx.array,
+        max_context: int,
+        held: mx.array | None,
+    ) -> None: ...
+
+class KnownWrite:
+    """A kind of write that the device has a kernel for."""
+
+    def __init__(self, dtype: mx.Dtype, rotates: bool) -> None: ...
+
+class KnownAttention:
+    """A kind of attention that the device has a kernel for."""
+
+    window: int | None
+    shares: bool
+    def __init__(self, q: mx.array, window: int | None, shares: bool, rotates: bool) -> None: ...
+
 def append_kv(
-    kind: type[_Array],
+    keys_kind: type[_Keys],
+    values_kind: type[_Values],
+    cache: object,
     k: mx.array,
     v: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    slot_mapping: mx.array,
-    block_tables: mx.array,
-    num_tokens: int,
-    held: mx.array | None,
-    head_runs: mx.array,
-    k_scales: mx.array | None = None,
-    v_scales: mx.array | None = None,
-    rotates: bool = False,
-) -> list[Any] | None: ...  # handles of the caches and scales, then two arrays of `kind`
+    stored: list[list[mx.array]],
+    layer: int,
+    forward: ForwardArrays,
+    known: KnownWrite,
+) -> tuple[_Keys, _Values] | None: ...
+def attend_known(
+    q: mx.array,
+    stored: list[list[mx.array]],
+    layer: int,
+    forward: ForwardArrays,
+    known: KnownAttention,
+    scale: float,
+) -> mx.array | None: ...
 def dequantized(
     cache: mx.array, scales: mx.array, dtype: mx.Dtype, *, stream: _Stream = None
 ) -> mx.array: ...
+def decode_arrays(
+    starts: Sequence[int], tables: npt.NDArray[np.int32], rows: int, block_size: int
+) -> list[mx.array]: ...
 def padded_arrays(
     starts: Sequence[int],
     lengths: Sequence[int],

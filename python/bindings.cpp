@@ -55,15 +55,6 @@ constexpr const char* kGrownInPlaceDoc =
 in the same memory. The others are zeros until they are written. None if the memory has no such capacity,
 or if the array is not evaluated or scheduled, or is no whole array in the order of its axes.)";
 
-constexpr const char* kAppendKvDoc =
-    R"(``write_kv`` of K/V as a model gives it, ``k [B, H_kv, N, D]`` and ``v [B, H_kv, N, D_v]``, and
-``gather_blocks`` of all tokens, in one call. Returns the new handles of both caches and of the
-scales of a quantized pool, and the gathered keys and values in k's type as instances of `kind`, a
-subclass of ``mx.array``; these have zeros where `held`, which broadcasts to them, is false. A pool
-that `rotates` stores the Hadamard transforms of rows. None, and nothing is written, if the current
-device has no kernel, within a function transformation, if there are no tokens to gather, and if k
-or v differs from its cache in type, heads or dimensions.)";
-
 constexpr const char* kDequantizedDoc =
     R"(Stored elements ``[..., columns]`` and their scales as rows ``[..., D]``: computed in float32, then
 rounded to `dtype`. :mod:`mlx_paged.ops.formats` describes both.)";
@@ -75,6 +66,14 @@ context_lens, offset and next_offset, as in :class:`mlx_paged.attention.forward.
 Column c of row b is position ``starts[b] + c``. It is a token if this is not negative and c is below
 ``lengths[b]``; any other column has slot -1. Context lengths include all columns. Row b has table
 ``rows[b]`` of ``tables [R, M]`` int32, with as many columns as the positions need.)";
+
+constexpr const char* kDecodeArraysDoc =
+    R"(The arrays of a forward of one token of each sequence, ``[rows]`` int32 each, which share one
+memory: positions, context_lens and slot_mapping, as in
+:class:`mlx_paged.attention.forward.Forward`.
+
+Sequence i has its token at position ``starts[i]``. Row i of ``tables [R, M]`` int32 has its blocks.
+The rows after the sequences are of nobody: position 0, context length 0 and slot -1.)";
 
 constexpr const char* kViewAsDoc =
     R"(The array as an instance of `kind`, a subclass of ``mx.array`` (else ValueError), whose
@@ -124,6 +123,34 @@ Arrays padded_arrays(const std::vector<int>& starts, const std::vector<int>& len
           array(stops, {batch})};
 }
 
+Arrays decode_arrays(const std::vector<int>& starts, const HostTables& tables, int rows,
+                     int block_size) {
+  const auto count = static_cast<int>(starts.size()), width = static_cast<int>(tables.shape(1));
+  require(count <= rows && count <= static_cast<int>(tables.shape(0)), "decode_arrays",
+          "starts has ", count, " entries: expected at most ", rows, ", the rows, and ",
+          tables.shape(0), ", the tables");
+  std::vector<int32_t> values(3 * static_cast<size_t>(rows));
+  int32_t *const positions = values.data(), *const contexts = positions + rows,
+                 *const slots = contexts + rows;
+  std::fill(slots, slots + rows, -1);
+  for (int i = 0; i < count; ++i) {
+    const int position = starts[i], entry = position / block_size;
+    require(position >= 0 && entry < width, "decode_arrays", "starts[", i, "] is ", position,
+            ": expected 0 to ", width * block_size - 1, ", what the tables hold");
+    positions[i] = position;
+    contexts[i] = position + 1;
+    slots[i] = tables.data()[int64_t{i} * width + entry] * block_size + position % block_size;
+  }
+  const mx::array all(values.begin(), {3, rows}, mx::int32);
+  Arrays parts;
+  for (int part = 0; part < 3; ++part) {
+    mx::array& view = parts.emplace_back(mx::Shape{rows}, mx::int32, nullptr, Arrays{});
+    view.copy_shared_buffer(all, {1}, {true, true, true}, rows, int64_t{part} * rows);
+    view.set_status(mx::array::Status::available);
+  }
+  return parts;
+}
+
 std::string version(int major, int minor, int patch) {
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
 }
@@ -137,24 +164,6 @@ nb::object view_as(nb::type_object kind, const mx::array& array) {
   new (nb::inst_ptr<mx::array>(view)) mx::array(array);
   nb::inst_mark_ready(view);
   return view;
-}
-
-nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
-                  const mx::array& k_cache, const mx::array& v_cache, const mx::array& slot_mapping,
-                  const mx::array& block_tables, int num_tokens, const OptionalArray& held,
-                  const mx::array& head_runs, const OptionalArray& k_scales,
-                  const OptionalArray& v_scales, bool rotates) {
-  const auto arrays = append_kv(k, v, k_cache, v_cache, slot_mapping, block_tables, num_tokens,
-                                held, head_runs, k_scales, v_scales, rotates);
-  if (!arrays) {
-    return nb::none();
-  }
-  nb::list found;
-  for (size_t i = 0; i < arrays->size(); ++i) {
-    const mx::array& array = (*arrays)[i];
-    i + 2 < arrays->size() ? found.append(array) : found.append(view_as(kind, array));
-  }
-  return found;
 }
 
 }  // namespace
@@ -185,13 +194,13 @@ NB_MODULE(_ext, m) {
   m.def(
       "reserved_bytes", &reserved_bytes,
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
-  m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
-        "block_tables"_a, "num_tokens"_a, "held"_a.none(), "head_runs"_a, "k_scales"_a = nb::none(),
-        "v_scales"_a = nb::none(), "rotates"_a = false, kAppendKvDoc);
   m.def("dequantized", &dequantized, "cache"_a, "scales"_a, "dtype"_a, nb::kw_only(),
         "stream"_a = nb::none(), kDequantizedDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
         "block_size"_a, kPaddedArraysDoc);
+  m.def("decode_arrays", &decode_arrays, "starts"_a, "tables"_a, "rows"_a, "block_size"_a,
+        kDecodeArraysDoc);
+  bind_calls(m);
   bind_graphs(m);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);
   m.def("cpu_features", [] { return std::string(cpu::active_kernel().name); }, kCpuFeaturesDoc);

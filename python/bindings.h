@@ -11,7 +11,8 @@ namespace mlx_paged {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-// What is about graphs, in the module itself.
+// The calls of layers, and what is about graphs, in the module itself.
+void bind_calls(nb::module_& module);
 void bind_graphs(nb::module_& module);
 
 // The submodules `layers` and `metal`.

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlx_paged import ops
+from mlx_paged.attention.causal import Causal
 from mlx_paged.attention.paths import FEW_QUERIES, max_paged_queries_of
 from mlx_paged.kv.pool import KVPool
 
@@ -28,11 +29,16 @@ class AttentionBackend:
     Attributes:
         ways: by the properties of a call that choose its way.
         writes: whether rows are written in place, by their properties.
+        write: what writes the rows; None: not known, or plain MLX.
+        attention: the kind of call that the layers make again and again, behind what chose its
+            way; None: not known.
     """
 
     def __init__(self) -> None:
         self.ways: dict[Hashable, Way] = {}
         self.writes: dict[Hashable, bool] = {}
+        self.write: ops.KnownWrite | None = None
+        self.attention: tuple[Hashable, int, Causal, ops.KnownAttention] | None = None
         self._sinks: tuple[mx.array, mx.array] | None = None  # as given, and in float32
 
     def float32(self, sinks: mx.array) -> mx.array:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 
@@ -20,9 +20,11 @@ from mlx_paged.attention.paths import (
 )
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
+    KeysHandle,
     KVHandle,
     Query,
     RotaryHandle,
+    ValuesHandle,
     mlx_attention,
 )
 from mlx_paged.kv.pool import KVPool
@@ -142,6 +144,20 @@ class Forward:
         num_sharing = 0 if self.shared_prefixes is None else min(num_sequences, MOST_TOGETHER)
         return width, columns, num_sharing
 
+    @cached_property
+    def arrays(self) -> ops.ForwardArrays:
+        """What the device reads of it."""
+        tables = self.block_tables if self.row_tables is None else self.row_tables
+        of_sequences = self.block_tables, self.context_lens, self.shared_prefixes
+        return ops.ForwardArrays(
+            self.slot_mapping, *of_sequences, tables, self.max_context, self.held
+        )
+
+    def replace_tables(self, block_tables: mx.array) -> None:
+        """Read the K/V through other block tables of the same shape."""
+        self.block_tables = block_tables
+        vars(self).pop("arrays", None)
+
     def runs(self, tables: mx.array, heads: int) -> mx.array:
         """:func:`head_runs` of each block table. Layers that ask one after the other share them."""
         if heads not in self._runs or self._runs[heads][0] is not tables:
@@ -188,29 +204,34 @@ class LayerView(AttendingCache):
         if forward is not None:
             self.forward = forward
 
+    def in_forward(self, forward: Forward) -> Self:
+        """The same layer in another forward."""
+        view = object.__new__(type(self))
+        view.__dict__.update(self.__dict__, forward=forward)
+        return view
+
     def append(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle] | None:
         """Write K/V of the forward, and return handles as `keys_and_values`; None, and nothing is
         written, if one call cannot do both."""
+        known = self._backend.write or self._known_write(keys)
+        if known is None:
+            return None
+        stored, layer = self.pool.stored, self.layer
+        kinds = KeysHandle, ValuesHandle
+        return ops.append_kv(*kinds, self, keys, values, stored, layer, self.forward.arrays, known)
+
+    def _known_write(self, keys: mx.array) -> ops.KnownWrite | None:
+        """What writes rows like `keys`; None: no call writes and reads them."""
         if self.is_latent or ops.is_transforming():  # what is asked within one is not kept
             return None
-        forward, pool, layer = self.forward, self.pool, self.layer
-        slots = forward.slot_mapping
+        slots, writes, backend = self.forward.slot_mapping, self._backend.writes, self._backend
         assert slots is not None
-        kind, writes = (keys.dtype, mx.default_device() == mx.cpu), self._backend.writes
+        kind = keys.dtype, mx.default_device() == mx.cpu
         if kind not in writes:
-            writes[kind] = pool.writes_in_place(layer, keys, slots)
-        if not writes[kind]:
-            return None
-        tables = forward.block_tables if forward.row_tables is None else forward.row_tables
-        runs = forward.runs(tables, self.shape.n_kv_heads)
-        read = slots, tables, forward.max_context, forward.held, runs
-        gathered = pool.append(KVHandle, layer, keys, values, *read)
-        if gathered is None:
-            return None
-        k, v = gathered
-        k.cache = v.cache = self
-        k.role, v.role = "keys", "values"
-        return k, v
+            writes[kind] = self.pool.writes_in_place(self.layer, keys, slots)
+        if writes[kind] and keys.dtype == self.shape.dtype:
+            backend.write = ops.KnownWrite(keys.dtype, self.shape.rotates)
+        return backend.write
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the forward's sequences, ``[rows, H_kv, S, D]``."""
@@ -257,9 +278,30 @@ class LayerView(AttendingCache):
         if forward.cu_seqlens is not None:
             return self._ragged(query, forward.cu_seqlens, way)
         if forward.columns <= way.limit:
+            self._know(query, way)
             arrays = forward.block_tables, forward.context_lens
             return self.through_tables(query, way, *arrays, None, 0, forward.shared_prefixes)
         return self.gathered_rows(query, forward.block_tables, forward.context_lens)
+
+    def attend_again(self, q: mx.array, scale: float) -> mx.array | None:
+        forward, kept = self.forward, self._backend.attention
+        if kept is None or not forward.is_read:
+            return None
+        size, few_queries, sees, known = kept
+        if sees is not self.sees or size != forward.size or few_queries != self._few_queries:
+            return None
+        out = ops.attend_known(q, self.pool.stored, self.layer, forward.arrays, known, scale)
+        if out is not None:
+            path_counts["paged"] += 1
+        return out
+
+    def _know(self, query: Query, way: Way) -> None:
+        """Keep what computes calls like this one, if :meth:`attend_again` can make them."""
+        is_own = query.sinks is None and query.sees is self.sees
+        if is_own and way.is_compiled and not self.is_latent and not ops.is_transforming():
+            kind = query.q, self.sees.window, way.shares, self.shape.rotates
+            known = ops.KnownAttention(*kind)
+            self._backend.attention = self.forward.size, self._few_queries, self.sees, known
 
     def _way(self, query: Query) -> Way:
         """What computes the query: asked once for each kind of call."""

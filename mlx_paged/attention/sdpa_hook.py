@@ -47,6 +47,11 @@ class AttendingCache(MakesMasks):
         """Attention over the cache's K/V; None: use the gathered arrays."""
         raise NotImplementedError
 
+    def attend_again(self, q: mx.array, scale: float) -> mx.array | None:
+        """As :meth:`attend`, of a call without sinks by which a query sees what the layer's see.
+        None: ask :meth:`attend`."""
+        return None
+
     def mask(self, columns: int, sees: Causal) -> mx.array:
         """The mask that attention of `columns` tokens over the gathered arrays needs."""
         raise NotImplementedError
@@ -71,6 +76,18 @@ class KVHandle(TaggedArray):
 
     cache: AttendingCache
     role: str  # "keys" or "values"
+
+
+class KeysHandle(KVHandle):
+    """Keys that a layer has just written; one call makes it and its :class:`ValuesHandle`."""
+
+    role = "keys"
+
+
+class ValuesHandle(KVHandle):
+    """The values beside a :class:`KeysHandle`."""
+
+    role = "values"
 
 
 class CausalMask(TaggedArray):
@@ -131,6 +148,16 @@ def _attention(
     stream: Any = None,
     **unknown: Any,
 ) -> mx.array:
+    if type(k) is KeysHandle and type(v) is ValuesHandle:
+        cache = k.cache
+        if isinstance(mask, CausalMask):
+            is_own = mask.sees is cache.sees
+        else:
+            is_own = mask is None or (isinstance(mask, str) and mask == "causal")
+        if is_own and cache is v.cache and sinks is stream is None and not unknown:
+            found = cache.attend_again(q, scale)
+            if found is not None:
+                return found
     if not isinstance(k, KVHandle):
         given = {"sinks": sinks, "stream": stream} | unknown
         return mlx_attention(q, k, v, scale=scale, mask=mask, **given)

@@ -31,6 +31,16 @@ class StepView(LayerView):
     def __init__(self, layer: PoolLayer, step: PaddedBatch, sees: Causal) -> None:
         super().__init__(layer.kv, 0, sees, step.max_paged_queries, step, layer.backend)
 
+    @classmethod
+    def of(cls, layer: PoolLayer, step: PaddedBatch, sees: Causal) -> StepView:
+        """The view of a layer with or without a window."""
+        return (cls if sees.is_full else WindowView)(layer, step, sees)
+
+
+class WindowView(StepView):
+    """One layer's K/V behind a window, which notes what reads it: the next step may write to blocks
+    that a window leaves and these arrays read."""
+
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         handles = super().keys_and_values()
         self._note_reads(*handles)
@@ -48,9 +58,14 @@ class StepView(LayerView):
             self._note_reads(out)
         return out
 
+    def attend_again(self, q: mx.array, scale: float) -> mx.array | None:
+        out = super().attend_again(q, scale)
+        if out is not None:
+            self._note_reads(out)
+        return out
+
     def _note_reads(self, *arrays: mx.array) -> None:
-        """The next step may write to blocks that a window leaves and these arrays read."""
-        if not self.sees.is_full and not ops.is_transforming():
+        if not ops.is_transforming():
             self.forward.reads = arrays
 
 
@@ -188,15 +203,26 @@ class PagedCache(AttendingCache, _BaseCache):
                 self.layer.check(keys, values)
             if step is None:
                 step = self.layer.pool.step(self.rows, self.ids, self._spans(columns))
-            self._latest = StepView(self.layer, step, self.sees)
-            handles = self._latest.append(keys, values)
+            view = self._latest = self._view_of(step)
+            handles = view.append(keys, values)
             if handles is None:
                 self.layer.write(step, keys, values)
-                handles = self._latest.keys_and_values()
+                handles = view.keys_and_values()
         self.starts = step.spans.stops  # one tuple for all layers
         if self._remaining is not None:
             self._remaining = tuple(length - columns for length in self._remaining)
         return handles
+
+    def _view_of(self, step: PaddedBatch) -> StepView:
+        """The view of the layer in a step: the latest one's, where nothing else has changed."""
+        latest, pool = self._latest, self.layer.kv
+        if (
+            latest is None
+            or latest.pool is not pool
+            or latest.forward.max_paged_queries != step.max_paged_queries
+        ):
+            return StepView.of(self.layer, step, self.sees)
+        return latest.in_forward(step)
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         """Let the layer for this first K/V hold it."""
@@ -220,7 +246,7 @@ class PagedCache(AttendingCache, _BaseCache):
             raise ValueError("the cache is empty: expected one with tokens")
         if self._latest is None:
             step = self.layer.pool.step(self.rows, self.ids, PaddedSpans.of(self.starts, 0))
-            self._latest = StepView(self.layer, step, self.sees)
+            self._latest = StepView.of(self.layer, step, self.sees)
         return self._latest.keys_and_values()
 
     def mask(self, columns: int, sees: Causal) -> mx.array:

@@ -35,7 +35,8 @@ class LayerArrays:
     def kv(self) -> KVPool:
         """The arrays, with as many blocks as the pool has."""
         assert self.shape is not None, "a layer is read before it is written"
-        self.move()
+        if self.moves:
+            self.move()
         num_blocks = self._allocator.num_blocks
         if self._kv is None:
             size, capacity = self._allocator.block_size, self._max_blocks()

@@ -360,7 +360,7 @@ def _renumber(step: PaddedBatch, kept: Int32Array) -> None:
 
     step.valid = False
     step.reads = ()  # of the old arrays, which nothing writes any more
-    step.block_tables = moved(step.block_tables)
+    step.replace_tables(moved(step.block_tables))
     step.row_chunks = [c and replace(c, block_ids=moved(c.block_ids)) for c in step.row_chunks]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -18,8 +18,6 @@ from mlx_paged.ops.formats import dequantized, quantized
 from mlx_paged.ops.layer_kv import LayerKV
 
 SMALL_ARRAY = 1 << 20
-
-Tagged = TypeVar("Tagged", bound=mx.array)
 
 
 def planned_block_bytes(arrays: Sequence[ArrayPlan]) -> int:
@@ -215,32 +213,6 @@ class KVPool:
             return False
         caches = self.k[layer], self.v[layer]
         return ops.writes_in_place(k, *caches, slot_mapping, bool(self.scales))
-
-    def append(
-        self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, *read: Any
-    ) -> tuple[Tagged, Tagged] | None:
-        """Write K ``[B, n_kv_heads, N, head_dim]`` and V to the first array of `read`, slots, and
-        gather all K and V that its other arrays show, as instances of `kind`: ``_ext.append_kv``
-        has the arguments. None, and nothing is written, where one call cannot do both. The device
-        must write such rows in place."""
-        shape = self.shapes[layer]
-        if shape.latent or k.dtype != shape.dtype:
-            return None
-        if not self.scales:  # the way of most layers, without lists of arrays
-            found = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], *read)
-            if found is None:
-                return None
-            self.k[layer], self.v[layer], keys, values = found
-            return keys, values
-        kv = self.layer(layer)
-        scales: tuple[Any, ...] = kv.k_scales, kv.v_scales, shape.rotates
-        found = ops.append_kv(kind, k, v, kv.keys, kv.values, *read, *scales)
-        if found is None:
-            return None
-        *written, keys, values = found
-        for handles, handle in zip(self.stored, written, strict=True):
-            handles[layer] = handle
-        return keys, values
 
     def _replace(
         self, layer: int, written: tuple[mx.array, ...], is_in_place: Callable[[], bool]

@@ -5,12 +5,17 @@ import mlx.core  # noqa: F401  registers the array type that the compiled module
 from mlx_paged import _ext
 from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,
+    ForwardArrays as ForwardArrays,
+    KnownAttention as KnownAttention,
+    KnownWrite as KnownWrite,
     Tape as Tape,
     append_kv as append_kv,
     are_one as are_one,
     arrays_in as arrays_in,
+    attend_known as attend_known,
     clear_compiled as clear_compiled,
     cpu_features as cpu_features,
+    decode_arrays as decode_arrays,
     gather_blocks as gather_blocks,
     grown_in_place as grown_in_place,
     has_values as has_values,

@@ -7,6 +7,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.attention.shared_prefixes import MakePrefixes, no_prefixes
 from mlx_paged.kv.allocator import BlockAllocator
@@ -70,6 +71,8 @@ class BatchTables:
         self.buckets = buckets
         self.prefixes = make_prefixes(allocator, group)
         self._allocator = allocator
+        plan = allocator.groups[group]
+        self._has_whole_blocks = plan.members * plan.pieces == 1  # else entries are no blocks
         self._take_over([])
 
     @classmethod
@@ -106,6 +109,18 @@ class BatchTables:
         self._host[grown, columns] = tables.entries(self._rows[grown], columns, self.group)
         self._lengths = lengths
         self._upload()
+
+    def decode_arrays(self, starts: list[int]) -> tuple[mx.array, mx.array, list[mx.array]]:
+        """Of one token of each sequence, at these positions: positions and context lengths, and the
+        slots for each member of the group. Rows of nobody follow."""
+        size, store = self._allocator.block_size, self._allocator.store
+        positions, lens, slots = ops.decode_arrays(starts, self._host, self.num_rows, size)
+        if self._has_whole_blocks:
+            return positions, lens, [slots]
+        at = np.array(starts, np.int32)
+        found = store.slots(self.blocks_at(at // np.int32(size)), at, self.group)
+        padding = [(0, 0), (0, self.num_rows - len(starts))]
+        return positions, lens, of_members(np.pad(found, padding, constant_values=-1))
 
     def blocks_at(self, columns: Int32Array) -> Int32Array:
         """For each sequence the block in its column of the table, ``[R]``."""
@@ -190,12 +205,58 @@ class Batch:
         """
         assert layout is Layout.ROWS or len(spans) == 1
         self.layout = layout
-        singles = [s for s in spans if s.stop - s.start == 1] if layout is Layout.ROWS else []
+        self.spans = spans
+        self.figures: dict[str, int] = {}
+        self.scored: list[tuple[Request, range]] = []
+        self.logits_of: mx.array | None = None
+        tables = tables or BatchTables.of_groups(allocator)
+        starts = [s.start for s in spans if s.stop - s.start == s.samples == 1 and not s.forks]
+        if layout is Layout.ROWS and len(starts) == len(spans) and not scores:
+            self._lay_out_decodes(starts, tables)
+        else:
+            self._lay_out(allocator, tables, scores)
+        self.tokens = self.newest = self._known_and_coming(self.spans, coming)
+        if not self.samples_all:
+            rows, of = self.sampled_rows, self.logits_of
+            self.newest = self.tokens[rows if of is None else rows[of]]
+        if self.num_empty:
+            self.tokens = mx.pad(self.tokens, (0, self.num_empty))
+
+    def _lay_out_decodes(self, starts: list[int], tables: Sequence[BatchTables]) -> None:
+        """Lay out spans of one token each, at these positions, which each choose the next one."""
+        self.sampled = [span.request for span in self.spans]
+        self.seq_ids = [request.id for request in self.sampled]
+        self.decodes_only = self.samples_all = True
+        self.num_decodes = self.num_tokens = self.num_sampled_rows = len(starts)
+        self._starts = self._positions = np.array(starts, np.int32)
+        self._stops = self.sampled_lengths = self._starts + np.int32(1)
+        self.first_rows = self._sampled_rows = np.arange(len(starts), dtype=np.int32)
+        for of_group in tables:
+            of_group.update(self.seq_ids)
+        self.num_rows = tables[0].num_rows
+        self.num_empty = self.num_rows - len(starts)
+        self.forwards = forwards = list[Forward]()
+        longest = max(starts) + 1
+        for of_group in tables:
+            positions, lens, slots = of_group.decode_arrays(starts)
+            if forwards:  # all layers share them
+                positions, lens = forwards[0].positions, forwards[0].context_lens
+            shared = self._prefixes(of_group)
+            for of_member, table in zip(slots, of_group.arrays, strict=True):
+                arrays = positions, of_member, table, lens, longest, positions, lens
+                forwards.append(Forward(1, *arrays, shared_prefixes=shared))
+        self.positions = forwards[0].positions
+
+    def _lay_out(
+        self, allocator: BlockAllocator, tables: Sequence[BatchTables], scores: bool
+    ) -> None:
+        """Lay out any spans."""
+        spans, is_rows = self.spans, self.layout is Layout.ROWS
+        singles = [s for s in spans if s.stop - s.start == 1] if is_rows else []
         if len(spans) > max(1, len(singles)):
-            spans = sorted(spans, key=len)
+            self.spans = spans = sorted(spans, key=len)
         self.num_decodes = len(singles)
         self.decodes_only = self.num_decodes == len(spans)
-        self.spans = spans
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
@@ -206,7 +267,6 @@ class Batch:
             offsets = np.repeat(self._starts - self.first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
-        tables = tables or BatchTables.of_groups(allocator)
         self.num_rows = len(spans)
         if self.decodes_only:
             for of_group in tables:
@@ -214,16 +274,16 @@ class Batch:
             self.num_rows = tables[0].num_rows
         self.num_empty = self.num_rows - len(spans)
         self.positions = mx.array(self._padded(self._positions))
-        self.figures: dict[str, int] = {}
         self.forwards = self._forwards(allocator, tables)
-        self.scored: list[tuple[Request, range]] = []
         self._choose_rows(spans, scores)
-        self.tokens = self.newest = self._known_and_coming(spans, coming)
-        if not self.samples_all:
-            rows, of = self.sampled_rows, self.logits_of
-            self.newest = self.tokens[rows if of is None else rows[of]]
-        if self.num_empty:
-            self.tokens = mx.pad(self.tokens, (0, self.num_empty))
+
+    def _prefixes(self, of_group: BatchTables) -> mx.array | None:
+        """Which sequences begin with the same blocks; one sequence shares with none."""
+        if len(self.seq_ids) == 1:
+            return None
+        found = of_group.prefixes.of(self.seq_ids, self.num_rows)
+        of_group.prefixes.note(self.figures)
+        return found
 
     def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
         """The batch as the layers of each group's members know it."""
@@ -239,10 +299,7 @@ class Batch:
             sequences = mx.array(self._sequences)
         forwards = []
         for of_group in tables:
-            prefixes = None
-            if len(self.seq_ids) > 1:  # one sequence shares with none
-                prefixes = of_group.prefixes.of(self.seq_ids, self.num_rows)
-                of_group.prefixes.note(self.figures)
+            prefixes = self._prefixes(of_group)
             members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
             for slots, chunks, block_tables in members:
                 forward = Forward(
@@ -316,7 +373,6 @@ class Batch:
             rows, lengths = np.repeat(rows, counts) - later, np.repeat(lengths, counts) - later
             drawing = [span for span in drawing for _ in range(span.samples)]
         self.sampled = [span.request for span in drawing]
-        self.logits_of: mx.array | None = None
         if any([span.forks for span in drawing]):
             self.sampled = [r for span in drawing for r in (span.request, *span.forks)]
             counts = np.array([1 + len(span.forks) for span in drawing], np.int32)

@@ -78,10 +78,9 @@ class PagedLayerCache(LayerView, UntrimmedCache):
         assert self.stores, "this layer stored nothing when the model was traced"
         forward, handles = self.forward, None
         if forward.slot_mapping is not None:
-            values = storable(values)
             handles = self.append(keys, values)
             if handles is None:
-                self.pool.write(self.layer, keys, values, forward.slot_mapping)
+                self.pool.write(self.layer, keys, storable(values), forward.slot_mapping)
         self._is_written = True
         self.offset = forward.next_offset
         if self.kept is not None:

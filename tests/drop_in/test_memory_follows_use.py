@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models import cache as stock
 
 from mlx_paged import ops
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.caches import PagedKVCache
 from mlx_paged.drop_in.pool_layer import layer_of
@@ -133,6 +134,27 @@ def compactions(monkeypatch) -> list[int]:
 
 def new_pool(kind: str) -> SharedPool:
     return SharedPool(2, BLOCK, window=WINDOW if kind == "windowed" else None)
+
+
+def test_attention_after_a_move_reads_where_the_blocks_are_now(compactions):
+    pool, dims = new_pool("full"), (2, 64, 64)
+    other, cache, plain = Pair(pool, False), Pair(pool, False).paged[0], stock.KVCache()
+    other.write(400, dims)
+    for num_tokens in (9, 1, 1):
+        kv = [mx.random.normal((1, 2, num_tokens, 64)) for _ in range(2)]
+        handles, expected = cache.update_and_fetch(*kv), plain.update_and_fetch(*kv)
+        q = mx.random.normal((1, 4, num_tokens, 64))
+        with attention_hook():
+            mx.eval(mx.fast.scaled_dot_product_attention(q, *handles, scale=0.2, mask="causal"))
+    path_counts.clear()
+    other = Pair(pool, False)
+    other.write(1, dims)
+    assert compactions
+    with attention_hook():
+        out = mx.fast.scaled_dot_product_attention(q, *handles, scale=0.2)
+    right = mx.fast.scaled_dot_product_attention(q, *expected, scale=0.2)
+    assert path_counts == {"paged": 1}
+    assert mx.allclose(out, right, atol=1e-5)
 
 
 @pytest.mark.sampled(6)

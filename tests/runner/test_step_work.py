@@ -77,6 +77,7 @@ def test_all_layers_share_the_arrays_of_a_step_which_is_evaluated_once(model, ca
     engine.add_request(prompts(1, WORTH_SKIPPING, seed=1)[0], max_tokens=5)
     calls.watch(ops, "append_kv")
     calls.watch(ops, "attend")
+    calls.watch(ops, "attend_known")
     calls.watch(mx, "async_eval")
     calls.watch(mx, "eval")
     calls.watch(Batch, "__init__")
@@ -85,14 +86,16 @@ def test_all_layers_share_the_arrays_of_a_step_which_is_evaluated_once(model, ca
         calls.clear()
         with attending_by("paged"):
             engine.step()
-        slots = [args[5] for args in calls.made["append_kv"]]
-        tables = [tuple(map(id, args[3:5])) for args in calls.made["attend"]]
-        assert all(each is slots[0] for each in slots)
-        assert list(Counter(tables).values()) == [LAYERS]
-        seen.append(calls.made["attend"][0][0].shape[0] > 5)
-        assert calls.num() == {
+        forwards = [args[7] for args in calls.made["append_kv"]]
+        forwards += [args[3] for args in calls.made["attend_known"]]
+        tables = [tuple(map(id, args[2:4])) for args in calls.made["attend"]]
+        assert all(each is forwards[0] for each in forwards)
+        assert len(set(tables)) <= 1
+        made = calls.made["attend"] + calls.made["attend_known"]
+        assert len(made) == LAYERS
+        seen.append(made[0][0].shape[0] > 5)
+        assert calls.num() - Counter(attend=LAYERS, attend_known=LAYERS) == {
             "append_kv": LAYERS,
-            "attend": LAYERS,
             "async_eval": 1 + sum(seen[-2:-1]),  # the rest of a step that is held back
             "eval": 1,
             "__init__": 1,

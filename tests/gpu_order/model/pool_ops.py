@@ -65,7 +65,7 @@ inputs are scales."""
 def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     """The functions of :mod:`mlx_paged.ops`, by name, which also record each call."""
     attend_all, attend_varlen = ops.paged_attention, ops.paged_attention_varlen
-    attend_known = ops.attend
+    attend_any, attend_again = ops.attend, ops.attend_known
     write, copy = ops.write_kv, ops.copy_blocks
     gather, take_runs, append = ops.gather_blocks, ops.take_from_pool, ops.append_kv
 
@@ -92,7 +92,7 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         return out
 
     def attend(q, kv, tables, lens, is_known, cu_seqlens=None, *num_decodes, **options: Any) -> Any:
-        out = attend_known(q, kv, tables, lens, is_known, cu_seqlens, *num_decodes, **options)
+        out = attend_any(q, kv, tables, lens, is_known, cu_seqlens, *num_decodes, **options)
         pools, window = tuple(kv[:2]), options.get("window")
 
         def blocks() -> Blocks:
@@ -113,21 +113,31 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         record("WriteKV", written, (k_cache, v_cache), lambda: _written(k_cache, slots), scales)
         return written
 
-    def append_kv(
-        kind, k, v, k_cache, v_cache, slots, tables, num_tokens, held, runs, *scales_and_rotates
-    ) -> Any:
-        arrays = k_cache, v_cache, slots, tables, num_tokens, held, runs, *scales_and_rotates
-        found = append(kind, k, v, *arrays)
+    def attend_known(q, stored, layer, forward, known, scale) -> Any:
+        out = attend_again(q, stored, layer, forward, known, scale)
+        if out is None:
+            return None
+        pools = stored[0][layer], stored[1][layer]
+        tables, lens, lengths = forward.block_tables, forward.context_lens, [q.shape[2]] * len(q)
+        read = lambda: _read(pools, tables, lens, lengths, known.window)  # noqa: E731
+        scales = (-2 - known.shares, -1 - known.shares) if len(stored) > 2 else ()
+        record("PagedAttention", out, pools, read, scales)
+        return out
+
+    def append_kv(*given: Any) -> Any:
+        stored, layer, forward, _ = given[-4:]
+        pools = stored[0][layer], stored[1][layer]
+        found = append(*given)
         if found is None:
             return None
-        *written, keys, values = found
+        written = [handles[layer] for handles in stored]
         has_scales = len(written) > 2
         of_write, of_read = ((-2, -1), (1,)) if has_scales else ((), ())
-        pools = k_cache, v_cache
-        record("WriteKV", tuple(written), pools, lambda: _written(k_cache, slots), of_write)
-        columns = -(-num_tokens // k_cache.shape[2])
-        for pool, read in zip(written[:2], (keys, values), strict=True):
-            blocks = lambda: (_inside(k_cache, tables, columns), set())  # noqa: E731
+        slots, tables = forward.slot_mapping, forward.row_tables
+        record("WriteKV", tuple(written), pools, lambda: _written(pools[0], slots), of_write)
+        columns = -(-forward.max_context // pools[0].shape[2])
+        for pool, read in zip(written[:2], found, strict=True):
+            blocks = lambda: (_inside(pools[0], tables, columns), set())  # noqa: E731
             record("PoolRead", read, (pool,), blocks, of_read)
         return found
 
@@ -154,8 +164,8 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     return {
         function.__name__: function
         for function in (
-            *(paged_attention, paged_attention_varlen, attend, write_kv, append_kv),
-            *(copy_blocks, gather_blocks, take_from_pool),
+            *(paged_attention, paged_attention_varlen, attend, attend_known, write_kv),
+            *(append_kv, copy_blocks, gather_blocks, take_from_pool),
         )
     }
 
