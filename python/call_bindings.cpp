@@ -6,7 +6,8 @@ namespace mlx_paged {
 namespace {
 
 constexpr const char* kForwardArraysDoc =
-    R"(The arrays of a :class:`mlx_paged.attention.forward.Forward` that its layers give the device.)";
+    R"(The arrays of a :class:`mlx_paged.attention.forward.Forward` that its layers give the device. They
+do not change.)";
 
 constexpr const char* kKnownWriteDoc =
     R"(A kind of write of which is known that the current device has a kernel for it: `dtype` is that

@@ -299,8 +299,8 @@ class LayerView(AttendingCache):
         """Keep what computes calls like this one, if :meth:`attend_again` can make them."""
         is_own = query.sinks is None and query.sees is self.sees
         if is_own and way.is_compiled and not self.is_latent and not ops.is_transforming():
-            kind = query.q, self.sees.window, way.shares, self.shape.rotates
-            known = ops.KnownAttention(*kind)
+            kind = {"shares": way.shares, "rotates": self.shape.rotates}
+            known = ops.KnownAttention(query.q, **kind, **self.sees.options)
             self._backend.attention = self.forward.size, self._few_queries, self.sees, known
 
     def _way(self, query: Query) -> Way:

@@ -70,7 +70,7 @@ class BatchTables:
         self.group = group
         self.buckets = buckets
         self.prefixes = make_prefixes(allocator, group)
-        self._allocator = allocator
+        self._allocator, self._store = allocator, allocator.store
         plan = allocator.groups[group]
         self._has_whole_blocks = plan.members * plan.pieces == 1  # else entries are no blocks
         self._take_over([])
@@ -113,14 +113,14 @@ class BatchTables:
     def decode_arrays(self, starts: list[int]) -> tuple[mx.array, mx.array, list[mx.array]]:
         """Of one token of each sequence, at these positions: positions and context lengths, and the
         slots for each member of the group. Rows of nobody follow."""
-        size, store = self._allocator.block_size, self._allocator.store
+        size = self._allocator.block_size
         positions, lens, slots = ops.decode_arrays(starts, self._host, self.num_rows, size)
         if self._has_whole_blocks:
             return positions, lens, [slots]
         at = np.array(starts, np.int32)
-        found = store.slots(self.blocks_at(at // np.int32(size)), at, self.group)
-        padding = [(0, 0), (0, self.num_rows - len(starts))]
-        return positions, lens, of_members(np.pad(found, padding, constant_values=-1))
+        found = self._store.slots(self.blocks_at(at // np.int32(size)), at, self.group)
+        of_nobody = [(0, 0), (0, self.num_rows - len(starts))]
+        return positions, lens, of_members(np.pad(found, of_nobody, constant_values=-1))
 
     def blocks_at(self, columns: Int32Array) -> Int32Array:
         """For each sequence the block in its column of the table, ``[R]``."""
@@ -147,7 +147,7 @@ class BatchTables:
         # MLX copies a contiguous array much faster than columns of a wider one.
         width = None if self.buckets else self._lengths.max(initial=0)
         host = self._host[:, :width]
-        tables = self._allocator.store.tables(host, self.group)
+        tables = self._store.tables(host, self.group)
         self.arrays = of_members(np.ascontiguousarray(tables))
 
 
