@@ -16,9 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged import Engine, UnsupportedModelError
-from mlx_paged.attention.causal import limits
 from mlx_paged.attention.forward import path_counts
-from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.runner.draft_model import can_draft
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, Batching, ModelProfile, model_type, probe
 from mlx_paged.runner.model_runner import ModelRunner
@@ -160,7 +158,7 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
         notes.append("beside states of fixed size")
     if profile.states.exist and not profile.states.are_diverted:
         notes.append("each request with drafts in its own forward")
-    plan = plan_pool(profile.shapes, limits(profile.sees), 16)
+    plan = profile.pool_plan(16)
     if any(group.window is not None for group in plan.groups):
         notes.append("blocks behind windows are freed")
     return "; ".join(notes)

@@ -27,7 +27,7 @@ class LayerGroup:
     # How many layers of the group share one array. Each of these layers fills blocks of its own.
     members: int = 1
     pieces: int = 1  # how many blocks the `block_size` tokens of one of these layers fill
-    custom: LayerKind | None = field(default=None, repr=False)  # None: `window` says the kind
+    custom: LayerKind | None = None  # None: `window` says the kind
     # What a sequence keeps of these layers.
     kind: LayerKind = field(init=False, repr=False, compare=False)
 

@@ -17,9 +17,9 @@ import mlx.core as mx
 
 from mlx_paged import UnsupportedModelError, _ext, ops
 from mlx_paged.attention import prewarm as prewarming
-from mlx_paged.attention.causal import FULL, causal, limits
+from mlx_paged.attention.causal import FULL, causal
 from mlx_paged.attention.prewarm import AttentionKind, prewarm
-from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
+from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import FORMATS
 from mlx_paged.runner.model_probe import ModelProfile, probe
@@ -54,7 +54,7 @@ class Architecture:
     profile: ModelProfile
 
     def pool_plan(self, block_size: int) -> PoolPlan:
-        return plan_pool(self.profile.shapes, limits(self.profile.sees), block_size)
+        return self.profile.pool_plan(block_size)
 
 
 def architectures() -> Iterator[Architecture]:

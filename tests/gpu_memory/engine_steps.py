@@ -14,9 +14,7 @@ import mlx.nn as nn
 
 from mlx_paged import _ext, ops
 from mlx_paged.attention import forward, paths
-from mlx_paged.attention.causal import limits
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.kv.states import StateIds
@@ -143,7 +141,7 @@ class StepArrays:
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self.profile: ModelProfile = probe(model)
-        plan = plan_pool(self.profile.shapes, limits(self.profile.sees), BLOCK_SIZE)
+        plan = self.profile.pool_plan(BLOCK_SIZE)
         states = StateIds() if self.profile.states.exist else None
         self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512, states)
         self._pool = KVPool((), 1, BLOCK_SIZE, plan, capacity=1)
