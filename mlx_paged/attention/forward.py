@@ -32,6 +32,8 @@ from mlx_paged.ops.dispatch import MOST_TOGETHER, SHORT_CONTEXT
 from mlx_paged.ops.layer_kv import LayerKV
 
 SCORES = 1 << 25  # so many are in memory at once
+GATHERED = 1 << 25
+"""Elements of the keys and values that rows of decodes gather at once, unless one row has more."""
 
 path_counts: Counter[str] = Counter()  # how often each path was called since the process began
 
@@ -48,6 +50,12 @@ def even_length(num_blocks: int) -> int:
     to chunk, none could take the memory of an earlier one."""
     step = max(1, (1 << (num_blocks - 1).bit_length()) // 8)
     return -(-num_blocks // step) * step
+
+
+def after(array: mx.array, earlier: Sequence[mx.array]) -> mx.array:
+    """The array, which MLX then computes after the last one of `earlier`. MLX evaluates a graph
+    breadth first: what is computed from parts of an array would be in memory at once."""
+    return mx.depends([array], [earlier[-1]])[0] if earlier else array
 
 
 def head_runs(tables: mx.array, n_kv_heads: int) -> mx.array:
@@ -339,7 +347,7 @@ class LayerView(AttendingCache):
                 parts.append(self.gathered_rows(short, *arrays))
         for chunk in chunks:
             tokens = q[chunk.first : chunk.first + chunk.length].transpose(2, 1, 0, 3)
-            out = self.gathered_chunk(query._replace(q=tokens), chunk)
+            out = self.gathered_chunk(query._replace(q=tokens), chunk, parts)
             parts.append(out.transpose(2, 1, 0, 3))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
@@ -353,7 +361,7 @@ class LayerView(AttendingCache):
                 continue
             stop = chunk.first + chunk.length
             tokens = q[i : i + 1, :, chunk.first : stop]
-            out = self.gathered_chunk(query._replace(q=tokens), chunk)
+            out = self.gathered_chunk(query._replace(q=tokens), chunk, rows)
             widths = [(0, 0), (0, 0), (chunk.first, q.shape[2] - stop), (0, 0)]
             rows.append(out if chunk.length == q.shape[2] else mx.pad(out, widths))
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
@@ -391,26 +399,39 @@ class LayerView(AttendingCache):
         return self._transformed(out) if self.shape.rotates else out
 
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
-        """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
+        """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered. Some
+        rows after the others where these are many."""
         path_counts["gather"] += 1
         self.forward.gathers = True
-        num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
+        num_keys, (num_rows, _, length, _) = tables.shape[1] * self._block_size, query.q.shape
         runs = self.forward.runs(tables, self.shape.n_kv_heads)
-        k, v = self.pool.gather(self.layer, tables, num_keys, runs)
-        queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
-        mask = causal_mask(queries, num_keys, query.sees)
-        v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
-        q = self._transformed(query.q)
-        out = mlx_attention(q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
-        return self._transformed(out)
+        first_queries = context_lens[:, None, None, None] - length
+        q, parts = self._transformed(query.q), []
+        count = max(1, GATHERED // (num_keys * self.shape.elements))
+        for first in range(0, num_rows, count):
+            part = slice(first, first + count)
+            arrays = q, tables, runs, first_queries
+            if count < num_rows:
+                arrays = q[part], tables[part], runs[part], first_queries[part]
+            rows, of_rows, blocks, queries = arrays
+            blocks = after(blocks, parts)
+            k, v = self.pool.gather(self.layer, of_rows, num_keys, blocks)
+            mask = causal_mask(queries + mx.arange(length)[:, None], num_keys, query.sees)
+            v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of 0 does not hide a NaN
+            options = {"scale": query.scale, "mask": mask, "sinks": query.sinks}
+            parts.append(mlx_attention(rows, k, v, **options))
+        return self._transformed(parts[0] if len(parts) == 1 else mx.concatenate(parts))
 
-    def gathered_chunk(self, query: Query, chunk: Chunk) -> mx.array:
+    def gathered_chunk(
+        self, query: Query, chunk: Chunk, earlier: Sequence[mx.array] = ()
+    ) -> mx.array:
         """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence, by MLX's own
-        attention; only blocks with keys that a query sees are gathered. Some queries after the
-        others where their scores are in memory."""
+        attention; only blocks with keys that a query sees are gathered, after the `earlier` arrays
+        were computed. Some queries after the others where their scores are in memory."""
         path_counts["gather"] += 1
         keys = chunk.keys(query.sees, self.shape.n_kv_heads, self._block_size)
-        k, v = self.pool.gather(self.layer, *keys.wanted)
+        table, num_tokens, runs = keys.wanted
+        k, v = self.pool.gather(self.layer, table, num_tokens, after(runs, earlier))
         (_, heads, length, _), mask, num_keys = query.q.shape, keys.mask, k.shape[2]
         parts: list[mx.array] = []
         q = self._transformed(query.q)
@@ -421,7 +442,7 @@ class LayerView(AttendingCache):
             seen = num_keys - (length - end)
             parts.append(
                 mlx_attention(
-                    q[:, :, first:end],
+                    after(q[:, :, first:end], parts),
                     k[:, :, :seen],
                     v[:, :, :seen],
                     scale=query.scale,

@@ -210,7 +210,7 @@ class Engine(ModelCore):
             vocab_size=traits.logit_columns,
             embedding_rows=traits.embedding_rows,
             seed=config.seed,
-            lookahead=config.lookahead and parts.models.pooled.pool.in_place,
+            lookahead=config.lookahead and parts.models.pooled.pool.changes_in_place,
             # Without mixed steps, several tokens of a request at once would need a forward each.
             mixes_steps=traits.batching is Batching.MIXED,
         )

@@ -30,6 +30,7 @@ def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
     # What is under way would hold the arrays that plain MLX writes to.
     begin = mx.async_eval if pool.in_place else mx.eval
     begin(staged)
+    pool.settle()
     return staged
 
 

@@ -12,7 +12,6 @@ from mlx_paged.kv.memory import (
     gpu_memory,
     memory_in_use,
     physical_memory,
-    plain_copies,
     spare_memory,
 )
 
@@ -74,7 +73,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is on the device beside K/V, in bytes: the arrays of a step, MLX's cache beyond these,
+    """What is on the device beside K/V, in bytes: the arrays of a step, those that plain MLX
+    gathers among them, MLX's cache beyond these,
     and states that the prefix cache may keep. A CPU, which computes one op after the other, holds
     few of a step's arrays at once: there the first two are 0."""
 
@@ -120,8 +120,7 @@ def _bounds(beside: int) -> dict[str, int]:
     bounds = {"the memory of the device": default_kv_memory(beside)}
     available = system_memory.available_memory()
     if available is not None:
-        left = int(AVAILABLE_SHARE * available) - beside
-        bounds["the memory that is available"] = left // (1 + plain_copies())
+        bounds["the memory that is available"] = int(AVAILABLE_SHARE * available) - beside
     return bounds
 
 
@@ -132,7 +131,7 @@ def _require_room(needs: Needs, pool: int, beside: Beside) -> None:
         spare = max(0, physical_memory() - memory_in_use())
     left = spare if available is None else min(spare, available)
     step = beside.step + beside.states
-    if (1 + plain_copies()) * pool + step <= left:
+    if pool + step <= left:
         return
     told = "" if available is None else f", {memory(available)} are available in the system"
     raise ValueError(

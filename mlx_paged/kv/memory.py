@@ -25,9 +25,6 @@ unless that would take more than half of what can be spared."""
 RECLAIM_SHARE = 0.95
 """Part of the working set from which on MLX releases what it caches. All that an engine takes by
 default is less, unless its pool would then be less than half of what can be spared."""
-COPIED = 6
-"""On a GPU plain MLX copies what it writes to while an earlier step reads it, and gathers the keys
-that it attends to. All steps under way hold at most so many times the pool of these arrays."""
 CACHE_SHARE = 0.1  # default limit of MLX's cache, as a part of the device's memory
 LONG_PROMPT = 1 << 14  # tokens; a step takes more where keys of a longer prompt are gathered
 NUM_EMPTY_BLOCKS = 1 << 16
@@ -93,25 +90,17 @@ def default_kv_memory(beside: int = 0) -> int:
 
     On a CPU ``min(memory / 4, HOST_LIMIT)``. On a GPU ``max(spare / 2, min(spare, room))``, where
     `spare` is :func:`spare_memory` and ``room = min(recommended - ROOM, RECLAIM_SHARE * recommended
-    - beside) - memory in use``; divided by ``1 + COPIED`` if plain MLX, which copies the pool,
-    computes the ops.
+    - beside) - memory in use``.
 
     Args:
-        beside: bytes of a step and of MLX's cache.
+        beside: bytes of a step, of what it gathers, and of MLX's cache.
     """
     recommended = working_set()
     if recommended is None:
         return min(physical_memory() // 4, HOST_LIMIT)
     spare = spare_memory()
     room = min(recommended - ROOM, int(RECLAIM_SHARE * recommended) - beside) - memory_in_use()
-    largest = max(spare // 2, min(spare, room))
-    return largest // (1 + plain_copies())
-
-
-def plain_copies() -> int:
-    """How many times the pool plain MLX holds beside it, as far as the compiler has been asked."""
-    is_plain = gpu_memory() is not None and (ops.are_switched_off() or ops.plain)
-    return COPIED if is_plain else 0
+    return max(spare // 2, min(spare, room))
 
 
 def default_cache_limit(pool: int | None, step: int, beside: int = 0) -> int | None:
@@ -145,7 +134,8 @@ class MemoryBudget:
         cache: MLX's limit for freed buffers; None on a CPU, where nothing limits them. Buffers as
             large as a step are those of the step, which count once.
         step: the arrays of a step at most.
-        copies: of the pool, where plain MLX writes to it or reads it on a GPU.
+        gathered: what a step takes beside these where plain MLX computes on a GPU: keys and values
+            that it gathers, dequantized if the pool is quantized, masks and scores.
         tokens: for which the pool has room; 0: nobody says.
         bound: what bounds the pool.
     """
@@ -154,23 +144,25 @@ class MemoryBudget:
     pool: int
     cache: int | None
     step: int
-    copies: int = 0
+    gathered: int = 0
     tokens: int = 0
     bound: str = ""
 
     @property
     def parts(self) -> dict[str, int]:
-        cache = {} if self.cache is None else {"cache": max(0, self.cache - self.step)}
-        copies = {"copies": self.copies} if self.copies else {}
-        return {"weights": self.weights, "pool": self.pool, **cache, "step": self.step, **copies}
+        of_step, cache = self.step + self.gathered, {}
+        if self.cache is not None:
+            cache = {"cache": max(0, self.cache - of_step)}
+        gathered = {"gathered": self.gathered} if self.gathered else {}
+        return {"weights": self.weights, "pool": self.pool, **cache, "step": self.step, **gathered}
 
     def beside(self, other: "MemoryBudget") -> "MemoryBudget":
         """The budget of this model and of another model, which compute one after the other."""
         pool, step = self.pool + other.pool, max(self.step, other.step)
-        copies, caches = self.copies + other.copies, (self.cache, other.cache)
+        gathered, caches = max(self.gathered, other.gathered), (self.cache, other.cache)
         cache = max((each for each in caches if each is not None), default=None)
         weights = self.weights + other.weights
-        return MemoryBudget(weights, pool, cache, step, copies, self.tokens, self.bound)
+        return MemoryBudget(weights, pool, cache, step, gathered, self.tokens, self.bound)
 
     @property
     def line(self) -> str:

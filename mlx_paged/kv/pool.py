@@ -11,6 +11,7 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.in_place import are_written_in_place, is_copied_in_place
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.fallback import in_blocks, origins, row_indices, scattered, with_blocks
@@ -71,7 +72,9 @@ class KVPool:
         self.in_place = are_written_in_place(self.shapes, block_size)
         self._spare = 0 if self.in_place else 1
         # Whether it copies blocks in place, too: handles are kept then.
-        self._keeps = self.in_place and all(map(_is_copied_in_place, dict.fromkeys(self.shapes)))
+        self.changes_in_place = self.in_place and all(
+            map(is_copied_in_place, dict.fromkeys(self.shapes))
+        )
         self._make()
         self._first = self._kept()
         self._indices: tuple[mx.array | None, dict[tuple[int, int], mx.array]] = None, {}
@@ -102,7 +105,7 @@ class KVPool:
 
     def _kept(self) -> list[list[mx.array]]:
         """The handles to which :meth:`reset_handles` returns; none where MLX takes their memory."""
-        return [list(handles) for handles in self.stored] if self._keeps else []
+        return [list(handles) for handles in self.stored] if self.changes_in_place else []
 
     def _array(
         self,
@@ -116,9 +119,22 @@ class KVPool:
         num_blocks = self.num_blocks + self._spare
         shape = (num_blocks, array.shape.n_kv_heads, array.block_size, columns)
         if shared is None:
-            zeros = ops.pool_zeros(shape, dtype, capacity=self.capacity)
-            return zeros.transpose(1, 0, 2, 3)
+            return self._zeros(shape, dtype).transpose(1, 0, 2, 3)
         return _view(known[shared], shape)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        """A new array of the pool."""
+        if not self.changes_in_place:
+            # MLX's cache may give a buffer that exceeds the array by up to two pages. A scatter
+            # never takes the memory of an array whose buffer exceeds it by more than one.
+            mx.clear_cache()
+        return ops.pool_zeros(shape, dtype, capacity=self.capacity)
+
+    def settle(self) -> None:
+        """Where plain MLX changes the arrays, wait until nothing that was evaluated holds them:
+        results can be read before the completion handlers have run that hold what was read."""
+        if not self.changes_in_place:
+            mx.synchronize()
 
     @property
     def n_layers(self) -> int:
@@ -242,7 +258,7 @@ class KVPool:
                 pairs = [(copy.src, copy.dst) for copy in copies if copy.group in groups]
                 # Not a result of an op: a GPU's launch depends on the values.
                 uploaded[groups] = mx.array(np.array(pairs, np.int32).reshape(-1, 2))
-            if uploaded[groups].size and not self._keeps:
+            if uploaded[groups].size and not self.changes_in_place:
                 self._copy_plainly(layer, uploaded[groups])
             elif uploaded[groups].size:
                 k, v, *scales = self.targets(layer).arrays
@@ -261,6 +277,7 @@ class KVPool:
         ]
         found = [mx.take(in_blocks(handles[layer]), sources, axis=0) for handles in of_layer]
         mx.eval(found)
+        self.settle()
         for handles, content in zip(of_layer, found, strict=True):
             written = with_blocks(handles[layer], destinations, content)
             if handles is self.k:
@@ -372,7 +389,7 @@ class KVPool:
     def _with_room(self, blocks: mx.array, num_blocks: int) -> mx.array:
         """A copy of the blocks, with zeros after them up to `num_blocks`."""
         shape = num_blocks + self._spare, *blocks.shape[1:]
-        longer = ops.pool_zeros(shape, blocks.dtype, capacity=self.capacity)
+        longer = self._zeros(shape, blocks.dtype)
         longer[: blocks.shape[0]] = blocks
         return longer
 
@@ -390,7 +407,7 @@ class KVPool:
     def reset_handles(self) -> None:
         """Discard writes that were never evaluated. The content of their slots is then unknown.
         Where plain MLX changes the arrays, all are made again."""
-        if not self._keeps:
+        if not self.changes_in_place:
             for handles in self.stored:
                 handles.clear()
             self._indices = None, {}
@@ -414,32 +431,6 @@ def _evaluate(*arrays: mx.array) -> None:
     """Evaluate arrays: wait for large ones, and queue small ones, which is faster."""
     evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
     evaluate(*arrays)
-
-
-def are_written_in_place(shapes: Iterable[KVShape | None], block_size: int) -> bool:
-    """Whether the default device writes the rows of all these layers by a kernel. It asks the GPU's
-    compiler."""
-    stored = [shape for shape in dict.fromkeys(shapes) if shape is not None]
-    return all([_is_written_in_place(shape, block_size) for shape in stored])
-
-
-def _is_written_in_place(shape: KVShape, size: int) -> bool:
-    k = mx.zeros((1, shape.n_kv_heads, shape.row_dims[0]), shape.dtype)
-    slots, scaled = mx.zeros((1,), mx.int32), shape.kv_bits is not None
-    return ops.writes_in_place(k, *_targets_of(shape, size), slots, scaled)
-
-
-def _is_copied_in_place(shape: KVShape) -> bool:
-    return ops.copies_in_place(*_targets_of(shape, 1), mx.zeros((1, 2), mx.int32))
-
-
-def _targets_of(shape: KVShape, size: int) -> tuple[mx.array, mx.array]:
-    """Keys and values of one block as :meth:`KVPool.targets` returns them; nobody computes them."""
-    k, v = (
-        mx.zeros((shape.n_kv_heads, 1, size, form.columns(dims)), form.dtype)
-        for form, dims in zip(shape.formats, shape.row_dims, strict=True)
-    )
-    return k, v
 
 
 def _view(cache: mx.array, shape: tuple[int, ...]) -> mx.array:

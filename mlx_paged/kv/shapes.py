@@ -68,6 +68,11 @@ class KVShape:
         return self.n_kv_heads * count * mx.float16.size
 
     @property
+    def elements(self) -> int:
+        """Numbers of a token: those of its keys and values, or of its latents."""
+        return self.n_kv_heads * sum(self.row_dims)
+
+    @property
     def array_bytes(self) -> int:
         """Bytes of a token in the largest one of the layer's arrays."""
         rows = zip(self.formats, (self.head_dim, self.v_head_dim), strict=True)

@@ -164,6 +164,7 @@ class ModelRunner:
         for earlier in (self._held_back, before):
             if earlier is not None:
                 self.go_on(earlier)
+        self.pool.settle()
         if step.copies:
             self.pool.copy_blocks(step.copies)
         launched = LaunchedStep(StepReport(step), [], None)
@@ -212,6 +213,7 @@ class ModelRunner:
                 self._compute(launched, part)
                 if waits:  # what is under way holds the arrays that the next forward writes to
                     mx.eval(part.arrays)
+                    self.pool.settle()
                 del part
             if batch.sampled:
                 launched.requests += batch.sampled

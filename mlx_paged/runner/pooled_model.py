@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_paged import ops
-from mlx_paged.attention.paths import LONG_CHUNK
+from mlx_paged.attention.paths import LONG_CHUNK, max_paged_queries
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.attention.shared_prefixes import no_prefixes
 from mlx_paged.holdings import Holding
@@ -19,10 +19,10 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.default_pool import Beside, Needs, default_blocks
 from mlx_paged.kv.eviction import WorthOrder
+from mlx_paged.kv.in_place import are_written_in_place
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.limits import HeldLimits, is_wired
 from mlx_paged.kv.memory import (
-    COPIED,
     MemoryBudget,
     default_cache_limit,
     gpu_memory,
@@ -32,7 +32,7 @@ from mlx_paged.kv.memory import (
     promise,
     working_set,
 )
-from mlx_paged.kv.pool import KVPool, are_written_in_place, planned_block_bytes
+from mlx_paged.kv.pool import KVPool, planned_block_bytes
 from mlx_paged.kv.pool_holdings import pool_holdings
 from mlx_paged.options import PoolConfig
 from mlx_paged.request import Request
@@ -115,7 +115,8 @@ class MeasuredModel:
             bound = "no memory" if kv_memory is None else "kv_memory"
         else:
             kept = states.num_bytes + _adapter_bytes(config)
-            others = _beside(_step_bytes(model, profile, config), config, kept)
+            step = _step_bytes(model, profile, config, _computes_plainly(profile))
+            others = _beside(step, config, kept)
             needs = _needs(model, plan, config)
             num_blocks, bound = default_blocks(int(own / share), needs, others)
             num_blocks = min(num_blocks, most_blocks(plan, block_size))
@@ -126,6 +127,7 @@ class MeasuredModel:
         """The memory that the model will take. Ask before the pool is made."""
         config, profile = self.config, self.profile
         step = _step_bytes(self.model, profile, config)
+        gathered = self.gathered if _computes_plainly(profile) else 0
         pool = self.num_blocks * planned_block_bytes(self.plan.arrays)
         pool += self.states.num_bytes
         pool += self.model.kept_bytes if isinstance(self.model, HostedModel) else 0
@@ -134,12 +136,19 @@ class MeasuredModel:
         weights += _adapter_bytes(config)
         cache = config.cache_limit
         if cache is None or gpu_memory() is None:
-            others = memory_in_use() + pool + step
-            cache = default_cache_limit(pool if is_asked else None, step, others)
+            of_step = step + gathered
+            others = memory_in_use() + pool + of_step
+            cache = default_cache_limit(pool if is_asked else None, of_step, others)
         tokens = 0  # where no layer stores K/V, any number fits
         if self.plan.width:
             tokens = self.num_blocks // self.plan.width * config.block_size
-        return MemoryBudget(weights, pool, cache, step, 0, tokens, self.bound)
+        return MemoryBudget(weights, pool, cache, step, gathered, tokens, self.bound)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that a step takes more where plain MLX computes."""
+        kinds = self.model, self.profile, self.config
+        return max(0, _step_bytes(*kinds, plain=True) - _step_bytes(*kinds))
 
 
 class PooledModel:
@@ -180,6 +189,7 @@ class PooledModel:
         self._has_compiled = measured.has_compiled
         self._kernel_seconds = measured.kernel_seconds
         self._budget = measured.budget
+        self._gathered = measured.gathered
         cache = self._budget.cache
         self.limits = None if cache is None else HeldLimits(cache, is_wired(config.wired))
         if self.limits is not None:
@@ -208,18 +218,13 @@ class PooledModel:
     @property
     def budget(self) -> MemoryBudget:
         """What the model takes of the memory, as far as the GPU's compiler has been asked."""
-        copies = gpu_memory() is not None and (bool(ops.plain) or not self._has_kernels)
-        return replace(self._budget, copies=COPIED * self.pool.nbytes) if copies else self._budget
+        is_plain = _computes_plainly(self.profile)
+        return replace(self._budget, gathered=self._gathered if is_plain else 0)
 
     @property
     def reports(self) -> dict[str, Any]:
         """What the parts report in an engine's statistics, by the field's name."""
         return self.runner.reports | {"refused_kernels": self.refused_kernels}
-
-    @property
-    def _has_kernels(self) -> bool:
-        shapes = (kind.shape for kind in self.profile.attentions)
-        return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
 
     def holdings(self) -> list[Holding]:
         """What the model, its pool and its states take of the memory now."""
@@ -339,10 +344,23 @@ def _longest_chunk(config: PoolConfig) -> int:
     return chunk if gpu_memory() is None else longest_chunk(chunk)
 
 
-def _step_bytes(model: nn.Module, profile: ModelProfile, config: PoolConfig) -> int:
-    """Bytes of a step at most: of a chunk beside others, or of a longer one alone."""
+def _computes_plainly(profile: ModelProfile) -> bool:
+    """Whether plain MLX computes some of a model's layers on a GPU, as far as the GPU's compiler
+    has been asked."""
+    if gpu_memory() is None:
+        return False
+    shapes = (kind.shape for kind in profile.attentions)
+    kernels = {ops.kernel_for(None, each.head_dim, each.v_head_dim) for each in shapes}
+    return bool(ops.plain) or not kernels <= {"native"} or max_paged_queries() == 0
+
+
+def _step_bytes(
+    model: nn.Module, profile: ModelProfile, config: PoolConfig, plain: bool = False
+) -> int:
+    """Bytes of a step at most: of a chunk beside others, or of a longer one alone. `plain`: plain
+    MLX computes it."""
     of_steps = (config.prefill_chunk, config.max_running), (_longest_chunk(config), 1)
-    return max(step_bytes(model, profile, *sizes) for sizes in of_steps)
+    return max(step_bytes(model, profile, *sizes, plain=plain) for sizes in of_steps)
 
 
 def _share(profile: ModelProfile, beside: ModelProfile) -> float:

@@ -1,5 +1,6 @@
 """How much memory the arrays of a step take at most, as the widths of a model's layers say."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -7,10 +8,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlx_paged.attention.forward import SCORES
+from mlx_paged.attention.forward import GATHERED, SCORES
 from mlx_paged.attention.paths import has_matrix_units, is_fused
 from mlx_paged.command_buffers import most_elements
-from mlx_paged.kv.memory import LONG_PROMPT
+from mlx_paged.kv.memory import LONG_PROMPT, working_set
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.batch import row_bucket
 from mlx_paged.runner.model_probe import ModelProfile
 from mlx_paged.sampling import prompt_scores
@@ -34,11 +36,31 @@ MOST_SPLITS = 64
 IN_FLIGHT = 12
 """MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
 
+DEQUANTIZED = {8: 1 + 4, 6: 0.75 + 3 + 1 + 4, 4: 0.5 + 1 + 1 + 3 * 4}
+"""By its bits, the bytes of what plain MLX makes of a stored element before it has the model's
+type: the bytes that it gathers, integers, and float32. See ``csrc/dequantize.cpp``."""
 
-def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running: int) -> int:
+QUANTIZED = 10 * 4  # bytes of what plain MLX makes of an element until it is stored
+SCORE_ARRAYS = 2  # the scores of queries where MLX has no fast kernel, and what comes of them
+MASKS = 4  # bytes of the masks of a query and a key
+
+
+def step_bytes(
+    model: nn.Module,
+    profile: ModelProfile,
+    chunk: int,
+    max_running: int,
+    plain: bool = False,
+    context: int = LONG_PROMPT,
+) -> int:
     """Bytes of the arrays that are alive at once while a step computes `chunk` tokens of prompts
     beside `max_running` sequences: all of two steps, or what the command buffers bind that may be
-    under way."""
+    under way.
+
+    Args:
+        plain: plain MLX attends, over gathered keys. Then there is one step at a time.
+        context: tokens of the longest sequence. Without `plain`, of `LONG_PROMPT`.
+    """
     widths = vocab = 0
     for name, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         weight = getattr(layer, "weight", None)
@@ -56,11 +78,65 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     partials = partial_bytes(profile, chunk, max_running) // item
     of_attention = len(shapes) * (gathered + partials)
     arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
-    alive = min(STEPS * arrays, IN_FLIGHT * (most_elements() + max(gathered, partials)))
+    alive = min(STEPS * arrays, IN_FLIGHT * (most_elements() + max(gathered, partials))) * item
+    if plain:
+        found = Gathered.of(profile, chunk, max_running, context)
+        layers = COPIES * (chunk + max_running) * widths * item
+        alive = min(layers + found.all_layers, IN_FLIGHT * found.command)
     states = STEPS * row_bucket(max_running) * profile.states.num_bytes
     # While prompts are scored, no sampler runs, but what it will read is there twice.
     scored = item * (MOST_SCORED + 2 * max_running) + 4 * prompt_scores.ARRAYS * prompt_scores.PART
-    return alive * item + states + max(4 * OF_LOGITS * max_running, scored) * vocab
+    return alive + states + max(4 * OF_LOGITS * max_running, scored) * vocab
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What attention of plain MLX makes in a step, in bytes.
+
+    Attributes:
+        all_layers: the arrays of all layers.
+        command: what a command buffer binds, with its last op.
+    """
+
+    all_layers: int
+    command: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile, chunk: int, max_running: int, context: int) -> "Gathered":
+        """A step gathers the keys of each running sequence once in a layer, of `context` tokens."""
+        heads = {kind.shape: kind.num_heads for kind in profile.attentions}
+        all_layers, largest, widest = 0.0, 0, 1
+        for shape in profile.shapes:
+            if shape is None:
+                continue
+            item, num_heads = shape.dtype.size, heads.get(shape, shape.n_kv_heads)
+            queries = max_running + chunk
+            of_query = MASKS + (0 if _has_fast_kernel(shape) else SCORE_ARRAYS * num_heads * item)
+            all_layers += context * (max_running * gathered_token_bytes(shape) + queries * of_query)
+            width = 4 if shape.kv_bits else item
+            if shape.kv_bits:
+                all_layers += queries * shape.elements * QUANTIZED
+            call = max(GATHERED, context * shape.elements)
+            largest = max(largest, call * 2 * width, SCORE_ARRAYS * SCORES * item)
+            widest = max(widest, width)
+        return cls(int(all_layers), most_elements() * widest + largest)
+
+
+def gathered_token_bytes(shape: KVShape) -> float:
+    """Bytes of the arrays that plain MLX makes of a token's keys and values in one layer: gathered,
+    and dequantized. Ops that follow take the memory of their inputs."""
+    total = 0.0
+    for form, dims in zip(shape.formats, shape.row_dims, strict=True):
+        total += dims * (DEQUANTIZED.get(form.bits, 0) if form.has_scales else 0)
+        total += dims * shape.dtype.size + form.scale_columns(dims) * (2 + 4)
+    if shape.latent:  # their values are a part of the keys, which a mask copies
+        total += shape.v_head_dim * shape.dtype.size
+    return shape.n_kv_heads * total
+
+
+def _has_fast_kernel(shape: KVShape) -> bool:
+    """Whether MLX attends without scores in memory: Metal's kernel does."""
+    return working_set() is not None and is_fused(shape)
 
 
 def partial_bytes(profile: ModelProfile, chunk: int, num_decodes: int) -> int:

@@ -7,13 +7,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import Engine, ops
+from mlx_paged import Engine
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops import dispatch
 from mlx_paged.ops.host import as_numpy
-from mlx_paged.runner import layer_cache
+from tests.support.engine.plain_mlx import compute_plainly
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 from tests.support.ops.numpy_quantization import quantized_mlx_lm
 
@@ -28,9 +27,7 @@ of a step differ, which depend on when MLX's threads free arrays."""
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No kernel of this package runs in an engine; MLX's CPU backend computes."""
-    monkeypatch.setattr(dispatch, "kernel_on", lambda *_: "reference")
-    monkeypatch.setattr(layer_cache, "max_paged_queries", lambda: 0)
-    monkeypatch.setattr(ops, "pool_zeros", lambda shape, dtype, **_: mx.zeros(shape, dtype))
+    compute_plainly(monkeypatch)
     mx.clear_cache()
     yield
     mx.clear_cache()
@@ -113,6 +110,34 @@ def test_no_array_of_the_pool_is_allocated_again(name, kv_bits):
         num_moved += sum(x != y for x, y in zip(before, after, strict=True))
         num_steps, before = num_steps + 1, after
     assert num_steps > NUM_TOKENS and num_moved == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_completion_handlers_have_run_before_a_step_writes(name, monkeypatch):
+    """Of jamba, before each forward of a step: prompts have one of their own."""
+    done: list[str] = []
+    synchronize, write = mx.synchronize, KVPool._scatter
+    monkeypatch.setattr(mx, "synchronize", lambda: [done.append("wait"), synchronize()])
+    monkeypatch.setattr(
+        KVPool, "_scatter", lambda *given: [done.append(f"layer {given[1]}"), write(*given)]
+    )
+    model = tiny_model(name)
+    engine = Engine(model, num_blocks=64, prefill_chunk=24, compile=False)
+    run(engine)
+    num_layers = engine.manager.pool.n_layers
+    events = "; ".join(done).replace("; ".join(f"layer {i}" for i in range(num_layers)), "write")
+    assert {*events.split("; ")} == {"wait", "write"}
+    assert "write; write" not in events and events.count("wait") >= engine.stats.steps
+
+
+def test_arrays_of_a_pool_are_made_while_mlxs_cache_is_empty():
+    """For a buffer of the cache may be so large that each write would copy the array."""
+    freed = mx.zeros((LARGE,))
+    mx.eval(freed)
+    del freed
+    assert mx.get_cache_memory() >= LARGE
+    pool, _ = filled()
+    assert not pool.changes_in_place and mx.get_cache_memory() < LARGE
 
 
 def test_a_fork_copies_a_block_and_no_pool():

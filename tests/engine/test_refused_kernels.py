@@ -10,7 +10,6 @@ import pytest
 from mlx_paged import Engine, ops
 from mlx_paged.attention import forward, paths, shared_prefixes
 from mlx_paged.attention.prewarm import prewarm
-from mlx_paged.kv.memory import COPIED
 from mlx_paged.ops import dispatch
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
@@ -101,6 +100,8 @@ def test_each_kernel_may_be_refused_in_all_forms(kernels, monkeypatch, caplog):
         kernels[-1].split("_")[0] if kernels != ATTENTION else "paged"
     }
     assert set(refused.values()) == {MESSAGE}
+    pool = engine.manager.pool
+    assert engine.lookahead == pool.changes_in_place == (kernels == ATTENTION)
     assert engine.metrics()["refused_kernels"] == refused
     assert sum(MESSAGE in record.getMessage() for record in caplog.records) == len(refused)
     families = {f.name: f for f in engine_metrics(engine, "tiny")}
@@ -117,15 +118,17 @@ def test_what_is_refused_counts_in_the_first_pool_of_a_process(monkeypatch, prew
     monkeypatch.setattr("mlx_paged.kv.default_pool.USUAL_TOKENS", 1 << 20)
     monkeypatch.setattr("mlx_paged.runner.pooled_model.positions_of", lambda model: None)
     options: dict[str, Any] = {"block_size": 8, "cache_limit": 0, "prewarm": prewarm}
-    step = Engine(half.model, num_blocks=8, **options).memory_budget.step
+    small = Engine(half.model, num_blocks=8, **options).memory_budget
+    of_step = small.step + small.gathered
     dispatch.forget()
-    mac.available = (step + 140 * 2**20) * 16 // 5
+    mac.available = (of_step + 20 * 2**20) * 16 // 5
     budgets = [Engine(half.model, **options).memory_budget for _ in range(2)]
     first, second = budgets
-    assert first.bound == "the memory that is available" and first.copies == COPIED * first.pool
+    assert first.bound == "the memory that is available"
+    assert first.gathered == small.gathered > 0
     assert 0.9 * 20 * 2**20 < first.pool == second.pool
-    assert first.pool + first.copies + step <= mac.available * 5 // 16
-    assert "+ copies " in first.line
+    assert first.pool + of_step <= mac.available * 5 // 16
+    assert "+ gathered " in first.line
 
 
 def test_a_write_by_elements_leaves_the_budget_as_it_is(monkeypatch):
@@ -137,7 +140,7 @@ def test_a_write_by_elements_leaves_the_budget_as_it_is(monkeypatch):
         RefusingGPU(monkeypatch, *refused)
         budgets.append(Engine(half.model, block_size=8, cache_limit=0).memory_budget)
         assert bool(ops.refused) == bool(refused)
-    assert budgets[0] == budgets[1] and budgets[1].copies == 0
+    assert budgets[0] == budgets[1] and budgets[1].gathered == 0
 
 
 @pytest.mark.sampled(3)

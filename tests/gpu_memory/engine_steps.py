@@ -33,16 +33,21 @@ Place = tuple[int, int, int]
 BLOCK_SIZE = 16
 VIEWS = {
     *("Broadcast", "BroadcastAxes", "Copy", "Depends", "ExpandDims", "Flatten", "Reshape"),
-    *("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View", "State"),
+    *("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"),
+    *("State", "Pool"),
 }
-"""Primitives whose outputs lie in the memory of their first input. "State" is none: its input is a
-result of the step before, a state of a recurrent layer."""
+"""Primitives whose outputs lie in the memory of their first input. Two are none."""
+
+FROM_BEFORE = "State", "Pool"
+"""The input is a result of the step before: a state of a recurrent layer, which the engine still
+holds, or an array of a pool, which nothing holds but the next step."""
 
 DONATES = {
     *("Abs", "Add", "Divide", "Exp", "Maximum", "Minimum", "Multiply", "Negative", "Sigmoid"),
-    *("Subtract", "Tanh"),
+    *("Subtract", "Tanh", "Scatter"),
 }
-"""Primitives whose output takes an input's memory, if nobody else needs that."""
+"""Primitives whose output takes an input's memory, if nobody else needs that; a scatter that of its
+first one."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class Op:
     outputs: list[tuple[str, int, int]]
 
 
-def _size(array: tuple[str, Any, Any]) -> tuple[str, int, int]:
+def sized(array: tuple[str, Any, Any]) -> tuple[str, int, int]:
     name, shape, dtype = array
     return name, prod(shape), prod(shape) * dtype.size
 
@@ -166,12 +171,12 @@ class StepArrays:
         def note(entry: dict[str, Any]) -> None:
             if entry["type"] == "primitive":
                 names = [name for name, *_ in entry["inputs"]]
-                found.append(Op(entry["name"], names, [*map(_size, entry["outputs"])]))
+                found.append(Op(entry["name"], names, [*map(sized, entry["outputs"])]))
             elif entry["type"] == "constants":
                 sizes = ((name, array.size, array.nbytes) for name, array in entry["constants"])
                 found.append(Op("constants", [], [*sizes]))
             elif entry["type"] == "inputs":
-                inputs.extend(map(_size, entry["inputs"]))
+                inputs.extend(map(sized, entry["inputs"]))
             elif entry["type"] == "outputs":
                 outputs.extend(name for name, *_ in entry["outputs"])
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from random import Random
 
 from tests.gpu_memory.allocator import Allocator
-from tests.gpu_memory.engine_steps import DONATES, VIEWS, Op
+from tests.gpu_memory.engine_steps import DONATES, FROM_BEFORE, VIEWS, Op
 
 MOST_OPS = 50
 MOST_ELEMENTS = 50 << 20
@@ -28,6 +28,7 @@ class Device:
         self._results: set[str] = set()
         self._owner: dict[str, str] = {}  # of the last step: what "State" takes
         self._step = 0
+        self.num_copied = 0  # arrays that a scatter has copied
 
     def run(self, step: list[Op], results: set[str]) -> None:
         """One eval. Its results live until the next one is encoded. The engine has waited for the
@@ -40,14 +41,17 @@ class Device:
         sizes: dict[str, int] = {}
         for op in step:
             for name, *_ in op.outputs:
-                owners = self._owner if op.name == "State" else owner
+                owners = self._owner if op.name in FROM_BEFORE else owner
                 owner[name] = owners[op.inputs[0]] if op.name in VIEWS else named(name)
             if op.name not in VIEWS:
                 self._needs.update(owner[name] for name in op.inputs)
         kept = {owner[name] for name in results}
         self._needs.update(kept)
+        handed = {owner[op.outputs[0][0]] for op in step if op.name == "Pool"}
+        self._drop(handed)  # Python's last handle went with the new one
+        self._results -= handed
         for op in step:
-            if op.name == "State" or op.name not in VIEWS:
+            if op.name in FROM_BEFORE or op.name not in VIEWS:
                 sizes.update((owner[name], count) for name, count, _ in op.outputs)
             if op.name == "constants":
                 self._allocate(op, owner)
@@ -57,16 +61,21 @@ class Device:
         self._drop(self._results)
         self._results, self._owner = kept, owner
 
+    def settle(self) -> None:
+        """The completion handlers of all command buffers run."""
+        self._commit(most=0)
+
     def _encode(self, op: Op, owner: dict[str, str], sizes: dict[str, int]) -> None:
         inputs = [owner[name] for name in op.inputs]
         given = None
         if op.name in DONATES:
             [(out, _, num_bytes)] = op.outputs
-            for each in inputs:
+            for each in inputs[:1] if op.name == "Scatter" else inputs:
                 fits = num_bytes <= self._buffers.get(each, 0) <= num_bytes + 16_384
                 if fits and self._needs[each] == 1:
                     given = each
         if given is None:
+            self.num_copied += op.name == "Scatter"
             self._allocate(op, owner)
         else:
             self._buffers[owner[out]] = self._buffers.pop(given)

@@ -84,11 +84,11 @@ def replayed(
     return allocators
 
 
-def promised(model: nn.Module) -> int:
-    """Bytes of the arrays of a step."""
+def promised(model: nn.Module, plain: bool = False) -> int:
+    """Bytes of the arrays of a step. `plain`: of plain MLX."""
     with metals_ops():
         profile = StepArrays(model, 1000).profile
-    return step_bytes(model, profile, 512, 32)
+    return step_bytes(model, profile, 512, 32, plain)
 
 
 def main() -> None:

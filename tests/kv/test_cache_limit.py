@@ -1,6 +1,7 @@
 """MLX's limit for freed buffers: set while engines live, and restored; the budget of an engine."""
 
 import gc
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -8,7 +9,6 @@ from mlx.utils import tree_flatten
 
 from mlx_paged import BatchGenerator, Engine, ops
 from mlx_paged.kv.memory import (
-    COPIED,
     RECLAIM_SHARE,
     MemoryBudget,
     default_cache_limit,
@@ -185,15 +185,20 @@ def test_the_budget_has_the_weights_the_pools_and_the_snapshots(mac, llama):
         assert budget.parts == engine.stats.memory_budget
 
 
-def test_where_plain_mlx_computes_its_copies_count(mac, llama, monkeypatch):
-    """An NVIDIA H200 held up to 5.5 times the pool of them."""
+def test_where_plain_mlx_computes_what_it_gathers_counts(mac, llama, monkeypatch):
+    """The pool that the device lets be is as large as with the kernels, less that."""
     full, engine = default_kv_memory(), Engine(llama, num_blocks=32)
-    assert engine.memory_budget.copies == 0
+    budget = engine.memory_budget
+    assert budget.gathered == 0 and "gathered" not in budget.line
     monkeypatch.setitem(ops.refused, "write_kv_float", "planted")
-    assert engine.memory_budget.copies == 0  # its simplest form runs
+    assert engine.memory_budget == budget  # its simplest form runs
     monkeypatch.setattr(ops, "plain", {"write_elements_float"})
-    assert engine.memory_budget.copies == COPIED * engine.manager.pool.nbytes
-    assert default_kv_memory() == pytest.approx(full / (1 + COPIED), rel=0.01)
+    plain = engine.memory_budget
+    assert plain.gathered > 0 and replace(plain, gathered=0) == budget
+    assert default_kv_memory() == pytest.approx(full, rel=0.01)
+    again = Engine(llama, num_blocks=32).memory_budget
+    assert again.gathered == plain.gathered and again.cache >= again.step + again.gathered
+    assert " + gathered " in again.line
 
 
 def test_the_line_at_the_start_has_the_parts_their_sum_and_the_flags(mac):

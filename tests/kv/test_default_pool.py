@@ -42,13 +42,19 @@ SHAPES = {
 WEIGHTS = {"llama 1B": 0.7, "llama 8B": 4.5}
 """GB in 4 bits."""
 
+PLAIN = ", plain MLX"
+
 
 @pytest.fixture(scope="module")
 def steps() -> dict[str, int]:
     """Bytes of a step of each model in the table."""
     model_class, args, config = report.MODELS["llama 8B"]
     with mock.patch.dict(report.MODELS, {"llama 1B": (model_class, args, config | LLAMA_1B)}):
-        return {name: report.promised(report.made(name)) for name in SHAPES}
+        return {
+            name + kind: report.promised(report.made(name), plain)
+            for name in SHAPES
+            for kind, plain in (("", False), (PLAIN, True))
+        }
 
 
 @pytest.fixture
@@ -106,6 +112,38 @@ def test_the_document_has_the_default_pools_of_macs(mac, size, steps):
         assert sum(parts) - budget.weights <= mac.available
         sizes = " + ".join(f"{part / GB:.2f}" for part in parts)
         cells += [f"{sizes} = {sum(parts) / GB:.2f}", f"{budget.tokens:,}, {budget.bound}"]
+    row = f"| {size} | {' | '.join(cells)} |"
+    print(row)
+    assert row in (ROOT / "docs/on-a-mac.md").read_text().splitlines(), row
+
+
+def divided(mac: FakeMac, weights: float, shapes: list[KVShape], step: int) -> str:
+    """GB of the pool when six pools were counted as copies of plain MLX."""
+    mac.others += int(weights * GB) - memory_in_use()
+    block_bytes, needs = needs_of(shapes)
+    beside = step + max(0, (default_cache_limit(None, step) or 0) - step)
+    bounds = default_kv_memory(beside), mac.available * 5 // 16 - beside
+    one = needs.one * block_bytes
+    if 7 * one + step > min(spare_memory(), mac.available):
+        return "refused"
+    return f"{max(one, min(*(each // 7 for each in bounds), needs.usual * block_bytes)) / GB:.2f}"
+
+
+@pytest.mark.parametrize("size", MACS_OF_THE_TABLE)
+def test_the_document_has_the_default_pools_of_plain_mlx(mac, size, steps):
+    mac.working_set, mac.available = MACS_OF_THE_TABLE[size], size * GB // 2
+    cells = []
+    for name, shapes in SHAPES.items():
+        step, plain = steps[name], steps[name + PLAIN]
+        cells.append(divided(mac, WEIGHTS[name], shapes, step))
+        try:
+            budget = budget_of(mac, WEIGHTS[name], shapes, plain)
+        except ValueError:
+            cells += ["refused", ""]
+            continue
+        assert sum(budget.parts.values()) - budget.weights <= mac.available
+        cells += [f"{budget.pool / GB:.2f} + {step / GB:.2f} + {max(0, plain - step) / GB:.2f}"]
+        cells += [f"{budget.tokens:,}, {budget.bound}"]
     row = f"| {size} | {' | '.join(cells)} |"
     print(row)
     assert row in (ROOT / "docs/on-a-mac.md").read_text().splitlines(), row
