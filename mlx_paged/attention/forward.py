@@ -406,20 +406,19 @@ class LayerView(AttendingCache):
         num_keys, (num_rows, _, length, _) = tables.shape[1] * self._block_size, query.q.shape
         runs = self.forward.runs(tables, self.shape.n_kv_heads)
         first_queries = context_lens[:, None, None, None] - length
-        q, parts = self._transformed(query.q), []
+        q, parts = self._transformed(query.q), list[mx.array]()
         count = max(1, GATHERED // (num_keys * self.shape.elements))
         for first in range(0, num_rows, count):
             part = slice(first, first + count)
             arrays = q, tables, runs, first_queries
             if count < num_rows:
                 arrays = q[part], tables[part], runs[part], first_queries[part]
-            rows, of_rows, blocks, queries = arrays
-            blocks = after(blocks, parts)
-            k, v = self.pool.gather(self.layer, of_rows, num_keys, blocks)
+            of_rows, row_tables, blocks, queries = arrays
+            k, v = self.pool.gather(self.layer, row_tables, num_keys, after(blocks, parts))
             mask = causal_mask(queries + mx.arange(length)[:, None], num_keys, query.sees)
             v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of 0 does not hide a NaN
-            options = {"scale": query.scale, "mask": mask, "sinks": query.sinks}
-            parts.append(mlx_attention(rows, k, v, **options))
+            out = mlx_attention(of_rows, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
+            parts.append(out)
         return self._transformed(parts[0] if len(parts) == 1 else mx.concatenate(parts))
 
     def gathered_chunk(
