@@ -113,8 +113,9 @@ class Gathered:
             queries = max_running + chunk
             of_query = MASKS + (0 if _has_fast_kernel(shape) else SCORE_ARRAYS * num_heads * item)
             all_layers += context * (max_running * gathered_token_bytes(shape) + queries * of_query)
-            width = 4 if shape.kv_bits else item
-            if shape.kv_bits:
+            is_quantized = any(form.has_scales for form in shape.formats)
+            width = 4 if is_quantized else item  # float32
+            if is_quantized:
                 all_layers += queries * shape.elements * QUANTIZED
             call = max(GATHERED, context * shape.elements)
             largest = max(largest, call * 2 * width, SCORE_ARRAYS * SCORES * item)

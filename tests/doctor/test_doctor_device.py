@@ -67,7 +67,9 @@ class TestMemory:
         monkeypatch.setattr(
             Engine,
             "memory_budget",
-            property(lambda engine: replace(promised(engine), pool=0, weights=0, step=1, copies=0)),
+            property(
+                lambda engine: replace(promised(engine), pool=0, weights=0, step=1, gathered=0)
+            ),
         )
         found = run_check(Findings("memory"), memory.check_memory, True)
         assert "MB: expected at most 0.0 MB" in found.failures[0]
