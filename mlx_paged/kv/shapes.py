@@ -9,6 +9,14 @@ from mlx_paged.ops.formats import Format, formats
 from mlx_paged.options import KVBits, checked_bits
 
 
+DEQUANTIZED = {8: 1 + 4, 6: 0.75 + 3 + 1 + 4, 4: 0.5 + 1 + 1 + 3 * 4}
+"""By its bits, the bytes of what plain MLX makes of a stored element before it has the model's
+type: the bytes that it gathers, integers, and float32. See ``csrc/dequantize.cpp``."""
+
+QUANTIZED = 10 * 4
+"""Bytes of the same from an element of a row until it is stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """What one layer stores for a token: `n_kv_heads` keys and values."""
@@ -71,6 +79,28 @@ class KVShape:
     def elements(self) -> int:
         """Numbers of a token: those of its keys and values, or of its latents."""
         return self.n_kv_heads * sum(self.row_dims)
+
+    @property
+    def gathered_bytes(self) -> float:
+        """Bytes of the arrays that plain MLX makes of a token to attend to it: gathered, and
+        dequantized. Ops that follow one another take the memory of their inputs."""
+        total = 0.0
+        for form, dims in zip(self.formats, self.row_dims, strict=True):
+            total += dims * (DEQUANTIZED[form.bits] if form.has_scales else 0)
+            total += dims * self.dtype.size + form.scale_columns(dims) * (2 + 4)
+        if self.latent:  # their values are a part of the keys, which a mask copies
+            total += self.v_head_dim * self.dtype.size
+        return self.n_kv_heads * total
+
+    @property
+    def widest(self) -> int:
+        """Bytes of the widest number that plain MLX makes of an element: float32, if quantized."""
+        return self.dtype.size if self.kv_bits is None else 4
+
+    @property
+    def plainly_written(self) -> int:
+        """Bytes that plain MLX makes of an element before it has the type of the pool."""
+        return 0 if self.kv_bits is None else QUANTIZED
 
     @property
     def array_bytes(self) -> int:

@@ -36,11 +36,6 @@ MOST_SPLITS = 64
 IN_FLIGHT = 12
 """MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
 
-DEQUANTIZED = {8: 1 + 4, 6: 0.75 + 3 + 1 + 4, 4: 0.5 + 1 + 1 + 3 * 4}
-"""By its bits, the bytes of what plain MLX makes of a stored element before it has the model's
-type: the bytes that it gathers, integers, and float32. See ``csrc/dequantize.cpp``."""
-
-QUANTIZED = 10 * 4  # bytes of what plain MLX makes of an element until it is stored
 SCORE_ARRAYS = 2  # the scores of queries where MLX has no fast kernel, and what comes of them
 MASKS = 4  # bytes of the masks of a query and a key
 
@@ -112,27 +107,13 @@ class Gathered:
             item, num_heads = shape.dtype.size, heads.get(shape, shape.n_kv_heads)
             queries = max_running + chunk
             of_query = MASKS + (0 if _has_fast_kernel(shape) else SCORE_ARRAYS * num_heads * item)
-            all_layers += context * (max_running * gathered_token_bytes(shape) + queries * of_query)
-            is_quantized = any(form.has_scales for form in shape.formats)
-            width = 4 if is_quantized else item  # float32
-            if is_quantized:
-                all_layers += queries * shape.elements * QUANTIZED
+            all_layers += context * (max_running * shape.gathered_bytes + queries * of_query)
+            all_layers += queries * shape.elements * shape.plainly_written
+            width = shape.widest
             call = max(GATHERED, context * shape.elements)
             largest = max(largest, call * 2 * width, SCORE_ARRAYS * SCORES * item)
             widest = max(widest, width)
         return cls(int(all_layers), most_elements() * widest + largest)
-
-
-def gathered_token_bytes(shape: KVShape) -> float:
-    """Bytes of the arrays that plain MLX makes of a token's keys and values in one layer: gathered,
-    and dequantized. Ops that follow take the memory of their inputs."""
-    total = 0.0
-    for form, dims in zip(shape.formats, shape.row_dims, strict=True):
-        total += dims * (DEQUANTIZED.get(form.bits, 0) if form.has_scales else 0)
-        total += dims * shape.dtype.size + form.scale_columns(dims) * (2 + 4)
-    if shape.latent:  # their values are a part of the keys, which a mask copies
-        total += shape.v_head_dim * shape.dtype.size
-    return shape.n_kv_heads * total
 
 
 def _has_fast_kernel(shape: KVShape) -> bool:
