@@ -8,7 +8,6 @@ import mlx.core as mx
 from mlx_paged.ops.formats import Format, formats
 from mlx_paged.options import KVBits, checked_bits
 
-
 DEQUANTIZED = {8: 1 + 4, 6: 0.75 + 3 + 1 + 4, 4: 0.5 + 1 + 1 + 3 * 4}
 """By its bits, the bytes of what plain MLX makes of a stored element before it has the model's
 type: the bytes that it gathers, integers, and float32. See ``csrc/dequantize.cpp``."""

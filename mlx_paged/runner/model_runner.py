@@ -164,7 +164,8 @@ class ModelRunner:
         for earlier in (self._held_back, before):
             if earlier is not None:
                 self.go_on(earlier)
-        self.pool.settle()
+        if not self.pool.changes_in_place:
+            self.pool.settle()
         if step.copies:
             self.pool.copy_blocks(step.copies)
         launched = LaunchedStep(StepReport(step), [], None)
