@@ -114,9 +114,7 @@ def test_layers_hold_at_most_the_sum(kv_bits, groups, num_layers):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "name", ["gemma3_text", "deepseek_v3", "jamba", "gpt_oss", "gemma2", "qwen3_next"]
-)
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v3", "jamba", "gpt_oss", "gemma2"])
 def test_windows_latents_sinks_and_recurrent_layers_hold_no_more(name):
     found = held(tiny_model(name), 4, 440)
     assert 0.05 * found.of_decode < found.decode <= found.of_decode

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
 
+from mlx_paged import ops
 from mlx_paged.drop_in import caches
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.kv.pool import KVPool
@@ -79,17 +80,17 @@ def check_integrity(pool) -> None:
 def tokens_written(monkeypatch: Any) -> list[int]:
     """How many tokens each write of a layer's K/V stores from now on."""
     written: list[int] = []
-    write, append = KVPool.write, KVPool.append
+    write, append = KVPool.write, ops.append_kv
 
     def counting_write(pool: KVPool, layer: int, k: Any, v: Any, slots: mx.array) -> None:
         written.append(int((slots >= 0).sum()))
         write(pool, layer, k, v, slots)
 
-    def counting_append(pool: KVPool, *args: Any) -> Any:
-        found, slots = append(pool, *args), args[4]
-        written.extend([] if found is None else [int((slots >= 0).sum())])
+    def counting_append(*given: Any) -> Any:
+        found, forward = append(*given), given[-2]
+        written.extend([] if found is None else [int((forward.slot_mapping >= 0).sum())])
         return found
 
     monkeypatch.setattr(KVPool, "write", counting_write)
-    monkeypatch.setattr(KVPool, "append", counting_append)
+    monkeypatch.setattr(ops, "append_kv", counting_append)
     return written
