@@ -173,6 +173,8 @@ class layers:
     quantized_linear: Callable[..., mx.array]
     switch_linear: Callable[..., mx.array]
     low_rank_terms: Callable[..., mx.array]
+    read_factors: Callable[..., tuple[mx.array, list[mx.array], int]]
+    write_slot: Callable[[list[mx.array], list[mx.array | None], int], None]
     is_dense: Callable[[mx.array], bool]
 
 class metal:

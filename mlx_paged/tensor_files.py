@@ -19,10 +19,12 @@ BITS = {
 
 @dataclass(frozen=True)
 class Stored:
-    """What a header says of a tensor: the file's name of its type, and its shape."""
+    """What a header says of a tensor: the file's name of its type, its shape, and where its bytes
+    begin in the file."""
 
     dtype: str
     shape: tuple[int, ...]
+    begin: int
 
 
 def header(file: Path, most: int = MAX_HEADER) -> tuple[dict[str, Stored], dict[str, Any]]:
@@ -43,13 +45,16 @@ def header(file: Path, most: int = MAX_HEADER) -> tuple[dict[str, Stored], dict[
     try:
         entries: dict[str, Any] = json.loads(text)
         metadata: dict[str, Any] = entries.pop("__metadata__", {})
+        places = {name: tuple(map(index, entry["data_offsets"])) for name, entry in entries.items()}
+        data = 8 + length
         tensors = {
-            name: Stored(str(entry["dtype"]), tuple(map(index, entry["shape"])))
+            name: Stored(
+                str(entry["dtype"]), tuple(map(index, entry["shape"])), data + places[name][0]
+            )
             for name, entry in entries.items()
         }
-        places = {name: tuple(map(index, entry["data_offsets"])) for name, entry in entries.items()}
-        expected = 8 + length + max((end for _, end in places.values()), default=0)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        expected = data + max((end for _, end in places.values()), default=0)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{file.name} is no file of safetensors") from error
     if size != expected:
         raise ValueError(f"{file.name} has {size} bytes: expected {expected}")

@@ -1,6 +1,10 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
 
 #include "csrc/cpu/layers/layer_ops.h"
+#include "csrc/factor_files.h"
 #include "python/bindings.h"
 
 namespace mlx_paged {
@@ -55,6 +59,18 @@ one dtype. Sums are float32; ``x @ a[i].T`` and the result are rounded.)";
 constexpr const char* kIsDenseDoc =
     R"(Whether the elements of an evaluated array lie one after the other. True of others.)";
 
+constexpr const char* kReadFactorsDoc =
+    R"(Tensors of a file as factors, read in one call without Python's lock. Each of `stored` is a tuple:
+where the tensor's bytes begin, its type as safetensors names it, its shape ``[..., rows, columns]``,
+whether the factor is ``[..., columns, rows]``, a number that each element is multiplied by in
+float32, and the factor's dtype. Returns the bytes of all factors as one array; the factors, which
+are parts of it, each from a multiple of 64 bytes on; and the index of the first factor with NaN or
+infinity, or -1. Raises ValueError if the file is too short, RuntimeError if it cannot be opened.)";
+
+constexpr const char* kWriteSlotDoc =
+    R"(Write into row `slot` of each stack ``[S, ..., r, C]`` its factor, ``[..., at most r, C]``, and
+zeros after it; zeros alone for None. Stacks and factors are evaluated; the stacks change in place.)";
+
 bool is_dense(const mx::array& array) {
   return array.status() == mx::array::Status::unscheduled || array.flags().row_contiguous;
 }
@@ -108,6 +124,10 @@ void bind_layers(nb::module_& module) {
         "bits"_a = 0, "stream"_a = nb::none(), kSwitchLinearDoc);
   m.def("low_rank_terms", &low_rank_terms, "y"_a, "x"_a, "a"_a, "b"_a, "indices"_a, nb::kw_only(),
         "stream"_a = nb::none(), kLowRankDoc);
+  m.def("read_factors", &read_factors, "path"_a, "stored"_a,
+        nb::call_guard<nb::gil_scoped_release>(), kReadFactorsDoc);
+  m.def("write_slot", &write_slot, "stacks"_a, "factors"_a, "slot"_a,
+        nb::call_guard<nb::gil_scoped_release>(), kWriteSlotDoc);
   m.def("is_dense", &is_dense, "array"_a, kIsDenseDoc);
   m.def("likeliest", &likeliest, "x"_a, "allowed"_a = nb::none(), nb::kw_only(),
         "stream"_a = nb::none(), kLikeliestDoc);

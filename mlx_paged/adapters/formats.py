@@ -7,25 +7,24 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
-from mlx_paged.adapters.places import Pair, Place
-from mlx_paged.adapters.tensor_file import load_tensors
+from mlx_paged.adapters.content import Content, Factors, numbers_of
+from mlx_paged.adapters.places import Place
+from mlx_paged.adapters.tensor_file import stored_tensors
 from mlx_paged.arguments import is_count, is_finite, shown
+from mlx_paged.ops.low_rank_terms import StoredFactor, read_factors
 
 CONFIG = "adapter_config.json"
 MLX_TENSORS, PEFT_TENSORS = "adapters.safetensors", "adapter_model.safetensors"
 MOST_CONFIG_BYTES = 1 << 20
 MOST_COLUMNS = 512
 
-Factors = dict[str, Pair]
-"""By path of the layer."""
 
-
-def read_adapter(folder: Path, places: Mapping[str, Place]) -> Factors:
-    """The factors of an adapter in a folder, for the layers `places` of a model.
+def read_adapter(folder: Path, places: Mapping[str, Place]) -> Content:
+    """The adapter in a folder, for the layers `places` of a model.
 
     Raises:
         ValueError: there is no adapter, or it asks for what a term of two factors cannot do, has
@@ -45,8 +44,49 @@ def read_adapter(folder: Path, places: Mapping[str, Place]) -> Factors:
         raise ValueError(f"{CONFIG} is no JSON object")
     is_peft = "peft_type" in config
     scale_of = _peft_scale_of(config) if is_peft else _mlx_scale_of(config)
-    tensors = load_tensors(folder / (PEFT_TENSORS if is_peft else MLX_TENSORS))
-    return factors_of(tensors, places, scale_of, _peft_path_of(places) if is_peft else None)
+    file = folder / (PEFT_TENSORS if is_peft else MLX_TENSORS)
+    pairs = _pairs(stored_tensors(file), places, _peft_path_of(places) if is_peft else None)
+    stored = list[StoredFactor]()
+    for own, pair in pairs.items():
+        form = _form(places[own], pair, scale_of, is_peft)
+        for name, tensor in sorted(pair.items()):
+            scale, dtype = form.scale if name == "b" else 1.0, places[own].dtype
+            transposes = form.transposes_first == (name == "a")
+            stored.append((tensor.begin, tensor.dtype, tensor.shape, transposes, scale, dtype))
+    try:
+        numbers, arrays, bad = read_factors(str(file), stored)
+    except RuntimeError as error:
+        raise OSError(f"{file.name} cannot be read") from error
+    if bad >= 0:
+        raise _not_finite(list(pairs)[bad // 2])
+    return Content(
+        dict(zip(pairs, zip(arrays[::2], arrays[1::2], strict=True), strict=True)), numbers
+    )
+
+
+def content_of(
+    arrays: Mapping[str, mx.array], places: Mapping[str, Place], scale: float
+) -> Content:
+    """The adapter that arrays by mlx-lm's names are. Raises ValueError as :func:`read_adapter`."""
+    factors: Factors = {}
+    for path, pair in _pairs(arrays, places, None).items():
+        a = pair["a"]
+        form = _form(places[path], pair, lambda *_: scale, is_peft=False)
+        dtype = places[path].dtype
+        b = pair["b"].astype(mx.float32) * form.scale
+        a, b = (a.swapaxes(-1, -2), b) if form.transposes_first else (a, b.swapaxes(-1, -2))
+        factors[path] = mx.contiguous(a.astype(dtype)), mx.contiguous(b.astype(dtype))
+    numbers = numbers_of(factors)
+    are_finite = {p: [mx.isfinite(each).all() for each in pair] for p, pair in factors.items()}
+    mx.eval(list(factors.values()), list(are_finite.values()), numbers)
+    for path, flags in are_finite.items():
+        if not all(bool(each) for each in flags):
+            raise _not_finite(path)
+    return Content(factors, numbers)
+
+
+def _not_finite(path: str) -> ValueError:
+    return ValueError(f"the factors of {path} have NaN or infinity: expected finite numbers")
 
 
 ScaleOf = Callable[[str, int], float]
@@ -56,19 +96,24 @@ PathOf = Callable[[str], str | None]
 """The path of a layer in the model, by its path in a file; None: the model has no such layer."""
 
 
-def factors_of(
-    tensors: Mapping[str, mx.array],
-    places: Mapping[str, Place],
-    scale_of: ScaleOf,
-    peft_path_of: PathOf | None = None,
-) -> Factors:
-    """The factors that tensors of a file are: of mlx-lm's, or with `peft_path_of` of PEFT's. Raises
-    ValueError as :func:`read_adapter`."""
-    is_peft = peft_path_of is not None
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+_Tensor = TypeVar("_Tensor", bound=_Shaped)
+
+
+def _pairs(
+    tensors: Mapping[str, _Tensor], places: Mapping[str, Place], peft_path_of: PathOf | None
+) -> dict[str, dict[str, _Tensor]]:
+    """The factors "a" and "b" of each layer, in the order of the paths, of tensors by mlx-lm's
+    names, or with `peft_path_of` by PEFT's."""
+    names = _MLX_NAME if peft_path_of is None else _PEFT_NAME
     path_of = peft_path_of or (lambda path: path if path in places else None)
-    pairs: dict[str, dict[str, mx.array]] = {}
+    pairs: dict[str, dict[str, _Tensor]] = {}
     for name, tensor in tensors.items():
-        found = (_PEFT_NAME if is_peft else _MLX_NAME).fullmatch(name)
+        found = names.fullmatch(name)
         path = None if found is None else path_of(found["path"])
         if found is None or path is None:
             raise ValueError(
@@ -78,45 +123,44 @@ def factors_of(
         pairs.setdefault(path, {})[found["factor"].lower()] = tensor
     if not pairs:
         raise ValueError("the adapter has no tensors: expected factors of at least one layer")
-    factors = {
-        path: _checked(places[path], pair, scale_of, is_peft) for path, pair in pairs.items()
-    }
-    are_finite = {p: [mx.isfinite(each).all() for each in pair] for p, pair in factors.items()}
-    mx.eval(list(factors.values()), list(are_finite.values()))
-    for path, pair in are_finite.items():
-        if not all(bool(each) for each in pair):
-            raise ValueError(f"the factors of {path} have NaN or infinity: expected finite numbers")
-    return factors
+    for path, pair in pairs.items():
+        if len(pair) != 2:
+            raise ValueError(f"{path} has one factor: expected lora_a and lora_b")
+    return dict(sorted(pairs.items()))
 
 
 _MLX_NAME = re.compile(r"(?P<path>.+)\.lora_(?P<factor>a|b)")
 _PEFT_NAME = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<factor>A|B)\.weight")
 
 
-def _checked(place: Place, pair: Mapping[str, mx.array], scale_of: ScaleOf, is_peft: bool) -> Pair:
-    """The factors of a layer in the model's dtype, of the right shapes. The second one has the
-    scale, multiplied in float32."""
-    if len(pair) != 2:
-        raise ValueError(f"{place.path} has one factor: expected lora_a and lora_b")
-    a, b = pair["a"], pair["b"]
-    if a.ndim != b.ndim or a.ndim != len(place.shapes(1)[0]):
+class _Form(NamedTuple):
+    """How the factors of a layer become those of a term: the first one or the second one is
+    transposed, and the second one is multiplied by the scale in float32."""
+
+    transposes_first: bool
+    scale: float
+
+
+def _form(place: Place, pair: Mapping[str, _Shaped], scale_of: ScaleOf, is_peft: bool) -> _Form:
+    a, b = pair["a"].shape, pair["b"].shape
+    if len(a) != len(b) or len(a) != len(place.shapes(1)[0]):
         raise ValueError(_shapes_of(place, a, b))
-    if not is_peft and place.experts is None:
-        a = a.swapaxes(-1, -2)
-    else:
-        b = b.swapaxes(-1, -2)
-    rank = a.shape[-2]
-    if (a.shape, b.shape) != place.shapes(rank) or not 1 <= rank <= MOST_COLUMNS:
-        raise ValueError(_shapes_of(place, pair["a"], pair["b"]))
-    scale = scale_of(place.path, rank)
-    scaled = b.astype(mx.float32) * scale
-    return mx.contiguous(a.astype(place.dtype)), mx.contiguous(scaled.astype(place.dtype))
+    is_first = not is_peft and place.experts is None
+    own = (_swapped(a), b) if is_first else (a, _swapped(b))
+    rank = own[0][-2]
+    if own != place.shapes(rank) or not 1 <= rank <= MOST_COLUMNS:
+        raise ValueError(_shapes_of(place, a, b))
+    return _Form(is_first, scale_of(place.path, rank))
 
 
-def _shapes_of(place: Place, a: mx.array, b: mx.array) -> str:
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _shapes_of(place: Place, a: tuple[int, ...], b: tuple[int, ...]) -> str:
     experts = "" if place.experts is None else f" and {place.experts} experts"
     return (
-        f"{place.path} has factors of shapes {a.shape} and {b.shape}: expected a rank from 1 to "
+        f"{place.path} has factors of shapes {a} and {b}: expected a rank from 1 to "
         f"{MOST_COLUMNS} for {place.inputs} inputs and {place.outputs} outputs{experts}; is the "
         "adapter for another model?"
     )

@@ -1,7 +1,7 @@
 """The layers of a model, which add the terms of the rows that they compute."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from threading import local
 from typing import Any, NamedTuple, Self
 
@@ -38,7 +38,7 @@ class LowRankTerms:
         self._groups = groups
         self._are_sequences = are_sequences
 
-    @property
+    @cached_property
     def arrays(self) -> list[mx.array]:
         """Of each group the slots, then the factors of its layers."""
         found = list[mx.array]()
@@ -48,7 +48,7 @@ class LowRankTerms:
                 found += pair
         return found
 
-    @property
+    @cached_property
     def form(self) -> int:
         """A hash of the paths of all layers, in order."""
         return hash(tuple(tuple(pairs) for _, pairs in self._groups)) >> 2

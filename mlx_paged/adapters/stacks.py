@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy.typing as npt
 
 from mlx_paged import ops
-from mlx_paged.adapters.formats import Factors
+from mlx_paged.adapters.content import Factors
 from mlx_paged.adapters.places import Pair, Place
+from mlx_paged.ops.low_rank_terms import write_slot
 from mlx_paged.system_memory import use_small_pages
 
 FEWEST_SLOTS = 2
@@ -94,15 +95,11 @@ class RankStacks:
             a, b = self._places[path].shapes(self.rank)
             self.pairs[path] = self._zeros(path, a), self._zeros(path, b)
         mx.eval([self.pairs[path] for path in new])
+        stacks, rows = list[mx.array](), list[mx.array | None]()
         for path, pair in self.pairs.items():
-            for stack, factor in zip(pair, factors.get(path, (None, None)), strict=True):
-                row = _memory(stack)[slot]
-                if factor is None:
-                    row[:] = 0
-                    continue
-                rank = factor.shape[-2]
-                row[..., :rank, :] = _memory(factor)
-                row[..., rank:, :] = 0
+            stacks += pair
+            rows += factors.get(path, (None, None))
+        write_slot(stacks, rows, slot)
         self.slots[number] = slot
 
     def _zeros(self, path: str, shape: tuple[int, ...]) -> mx.array:

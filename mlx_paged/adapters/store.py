@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -14,13 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_paged.adapters.formats import Factors, factors_of, read_adapter
+from mlx_paged.adapters.content import Content, Factors
+from mlx_paged.adapters.formats import content_of, read_adapter
 from mlx_paged.adapters.layers import AdaptedLayers, Group, LowRankTerms
 from mlx_paged.adapters.places import Place
 from mlx_paged.adapters.stacks import RankStacks
 from mlx_paged.arguments import is_finite, memory, one_line, shown
 from mlx_paged.holdings import Holding
-from mlx_paged.ops import as_numpy
 from mlx_paged.options import PoolConfig
 from mlx_paged.runner.batch import Batch, Layout
 
@@ -147,8 +146,8 @@ class AdapterStore:
         """The adapter in a folder, for :meth:`load`. Any thread may call it. Raises ValueError as
         :func:`read_adapter`, with the name before the message."""
         folder = folder.resolve()
-        factors = _read(name, folder, self.layers.places)
-        return AdapterFiles(folder, factors, content_key(factors))
+        content = _read(name, folder, self.layers.places)
+        return AdapterFiles(folder, content.factors, content.key)
 
     def load(self, name: str, files: AdapterFiles) -> Adapter:
         """Give an adapter that was read a name, which may have been another adapter's. Raises
@@ -185,11 +184,11 @@ class AdapterStore:
 
     def load_arrays(self, name: str, arrays: Mapping[str, mx.array], scale: float) -> Adapter:
         """The same of arrays by the names that mlx-lm gives them. Raises ValueError as
-        :func:`factors_of`."""
+        :func:`content_of`."""
         if not is_finite(scale):
             raise ValueError(f"scale is {shown(scale)}: expected a finite number")
-        factors = factors_of(arrays, self.layers.places, lambda *_: float(scale))
-        return self._add(name, factors, content_key(factors), None, float(scale))
+        content = content_of(arrays, self.layers.places, float(scale))
+        return self._add(name, content.factors, content.key, None, float(scale))
 
     def _add(
         self, name: str, factors: Factors, key: bytes, folder: Path | None, scale: float
@@ -308,17 +307,17 @@ class AdapterStore:
 
     def _read_again(self, adapter: Adapter) -> Factors:
         assert adapter.folder is not None
-        factors = _read(adapter.name, adapter.folder, self.layers.places)
-        if content_key(factors) != adapter.key:
+        content = _read(adapter.name, adapter.folder, self.layers.places)
+        if content.key != adapter.key:
             raise ValueError(
                 f"adapter {adapter.name} in {adapter.folder} has changed: expected the files with "
                 "which it was loaded, or a new load"
             )
-        return factors
+        return content.factors
 
 
-def _read(name: str, folder: Path, places: Mapping[str, Place]) -> Factors:
-    """The factors of an adapter; its name stands before the message of an error."""
+def _read(name: str, folder: Path, places: Mapping[str, Place]) -> Content:
+    """The adapter in a folder; its name stands before the message of an error."""
     try:
         return read_adapter(folder, places)
     except (ValueError, OSError) as error:
@@ -327,13 +326,3 @@ def _read(name: str, folder: Path, places: Mapping[str, Place]) -> Factors:
 
 def _bytes_of(factors: Factors) -> int:
     return sum(each.nbytes for pair in factors.values() for each in pair)
-
-
-def content_key(factors: Factors) -> bytes:
-    """A hash of the factors, 16 bytes."""
-    digest = blake2b(digest_size=16, person=b"adapter")
-    for path, pair in sorted(factors.items()):
-        for each in pair:
-            digest.update(repr((path, each.shape, str(each.dtype))).encode())
-            digest.update(as_numpy(each.view(mx.uint8)).data)
-    return digest.digest()

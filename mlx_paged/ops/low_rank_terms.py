@@ -1,8 +1,14 @@
-"""Low-rank terms of linear layers, of other weights for each row."""
+"""Low-rank terms of linear layers, of other weights for each row; files of their factors."""
 
 import mlx.core as mx
 
 from mlx_paged import _ext
+
+StoredFactor = tuple[int, str, tuple[int, ...], bool, float, mx.Dtype]
+"""A tensor of a file, as :func:`read_factors` takes it."""
+
+read_factors = _ext.layers.read_factors
+write_slot = _ext.layers.write_slot
 
 
 def add_low_rank_terms(

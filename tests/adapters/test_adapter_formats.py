@@ -52,8 +52,8 @@ def test_adapters_of_peft_have_their_scales(base, tmp_path, root):
 
     tensors = peft_of(arrays, lambda path: scale_of(path) / 4.0)  # mlx-lm multiplies by 4
     alphas = {"alpha_pattern": {"0.self_attn.q_proj": 3, other: 5}, "use_rslora": root}
-    peft = read_adapter(write_peft(tmp_path / "p", tensors, **alphas), places_of(base))
-    mlx = read_adapter(write_adapter(tmp_path / "m", arrays), places_of(base))
+    peft = read_adapter(write_peft(tmp_path / "p", tensors, **alphas), places_of(base)).factors
+    mlx = read_adapter(write_adapter(tmp_path / "m", arrays), places_of(base)).factors
     assert peft.keys() == mlx.keys()
     for path in mlx:
         for ours, theirs in zip(peft[path], mlx[path], strict=True):
@@ -65,7 +65,7 @@ def test_a_model_within_another_one_has_the_same_layers(base, tmp_path):
     within = {
         name.replace(".model.model.", ".model.language_model.", 1): t for name, t in tensors.items()
     }
-    found = read_adapter(write_peft(tmp_path / "p", within), places_of(base))
+    found = read_adapter(write_peft(tmp_path / "p", within), places_of(base)).factors
     assert len(found) * 2 == len(tensors)
 
 

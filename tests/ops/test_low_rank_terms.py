@@ -149,3 +149,70 @@ def test_no_factor_is_converted(dtype):
     text = io.StringIO()
     mx.export_to_dot(text, add_low_rank_terms(y, x, a, b, slots))
     assert "AsType" not in text.getvalue() and text.getvalue().count("PagedLowRank") == 1
+
+
+@needs_cpu
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "bias", "quantized"])
+@pytest.mark.parametrize("count", [3, 150])
+def test_a_linear_layer_and_its_terms_are_one_node(dtype, kind, count):
+    mx.random.seed(5)
+    depth, width = 64, 48
+    x, weight, bias = random(count, depth), random(width, depth), random(width)
+    x, weight, bias = (each.astype(dtype) for each in (x, weight, bias))
+    a, b = random(SLOTS, RANK, depth, dtype=dtype), random(SLOTS, RANK, width, dtype=dtype)
+    slots = mx.array(np.arange(count) % (SLOTS + 1) - 1, mx.int32)
+    sizes = {"group_size": 32, "bits": 4}
+
+    def layer(x):
+        if kind == "quantized":
+            parts = mx.quantize(weight, **sizes)
+            return _ext.layers.quantized_linear(x, *parts, **sizes)
+        return _ext.layers.linear(x, weight, bias if kind == "bias" else None)
+
+    mx.eval(x, weight, bias, a, b, slots)
+    got, text = _ext.layers.low_rank_terms(layer(x), x, a, b, slots), io.StringIO()
+    mx.export_to_dot(text, got)
+    names = ("PagedAdaptedLinear", "PagedLinear", "PagedLowRank")
+    assert [text.getvalue().count(name) for name in names] == [1, 0, 0]
+    y = layer(x)
+    mx.eval(y, got)
+    chosen = [None if s < 0 else s for s in slots.tolist()]
+    assert_terms(got, y, x, a, b, chosen, dtype)
+    for r in range(4):
+        own = slice(r, r + 1)
+        alone = _ext.layers.low_rank_terms(layer(x[own]), x[own], a, b, slots[own])
+        assert float64(alone).tolist() == float64(got[own]).tolist(), r
+
+
+@needs_cpu
+def test_a_linear_layer_that_others_read_keeps_its_output():
+    x, weight = random(2, INPUTS), random(OUTPUTS, INPUTS)
+    a, b, slots = random(1, RANK, INPUTS), random(1, RANK, OUTPUTS), mx.array([0, -1], mx.int32)
+    y = _ext.layers.linear(x, weight)
+    got = _ext.layers.low_rank_terms(y, x, a, b, slots)
+    other = _ext.layers.low_rank_terms(y, x * 1, a, b, slots)
+    mx.eval(y, got, other)
+    np.testing.assert_allclose(float64(y), float64(x) @ float64(weight).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(float64(got), float64(other))
+
+
+@needs_cpu
+def test_a_linear_layer_with_terms_has_derivatives():
+    mx.random.seed(6)
+    arrays = random(2, 4), random(3, 4), random(1, 2, 4), random(1, 2, 3)
+    slots = mx.array([0, -1], mx.int32)
+
+    def plain(x, weight, a, b):
+        y = x @ weight.T
+        return mx.concatenate([y[:1] + x[:1] @ a[0].T @ b[0], y[1:]]).square().sum()
+
+    def ours(x, weight, a, b):
+        y = _ext.layers.linear(x, weight)
+        return _ext.layers.low_rank_terms(y, x, a, b, slots).square().sum()
+
+    every = (0, 1, 2, 3)
+    for got, want in zip(
+        mx.grad(ours, every)(*arrays), mx.grad(plain, every)(*arrays), strict=True
+    ):
+        np.testing.assert_allclose(float64(got), float64(want), rtol=1e-4, atol=1e-4)

@@ -297,3 +297,31 @@ def test_groups_have_copies_too():
     graph = recorded_graph(mx.compile(copies), (x, weight), groups=True)
     assert graph.names == ["PagedGroup"]
     assert bits(graph([x, weight])) == bits(copies(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_layer_and_its_terms_follow_what_they_read_within_a_group(rows):
+    """The layer of a node with terms is computed after the nodes of the group before it."""
+
+    def adapted(x, weight, a, b):
+        for _ in range(3):
+            normal = layers.rms_norm(x, None, 1e-5)
+            slots = mx.array([0] * rows, mx.int32)
+            x = layers.low_rank_terms(layers.linear(normal, weight), normal, a, b, slots)
+        return x
+
+    arrays = [
+        mx.array(numbers(seed, *shape))
+        for seed, shape in enumerate([(rows, 64), (64, 64), (1, 4, 64), (1, 4, 64)])
+    ]
+    graph = recorded_graph(mx.compile(adapted), tuple(arrays), groups=True)
+    assert graph.names == ["PagedGroup"]
+    plain = mx.array(arrays[0])
+    for _ in range(3):
+        normal = layers.rms_norm(plain, None, 1e-5)
+        mx.eval(normal)
+        y = layers.linear(normal, arrays[1])
+        mx.eval(y)  # so that the terms are a node of their own
+        plain = layers.low_rank_terms(y, normal, *arrays[2:], mx.array([0] * rows, mx.int32))
+    for _ in range(20):
+        assert bits(graph(arrays)) == bits(plain)

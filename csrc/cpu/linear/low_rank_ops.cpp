@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <string_view>
+#include <typeinfo>
 
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/layers/dense_rows.h"
@@ -64,6 +66,28 @@ void compute(const Factors& factors, const cpu::DenseRows& x, const int32_t* ind
       work / cpu::kRowsOfRead >= cpu::kProductsOfTask);
 }
 
+// The task that adds terms to `to`, the rows of `out`. x, a, b and indices are `inputs`.
+auto terms_task(const Arrays& inputs, const mx::array& out, std::byte* to) {
+  Factors factors = {};
+  factors.first.dtype = cpu::dtype_of(out);
+  factors.first.depth = inputs[1].shape(2);
+  factors.first.width = inputs[1].shape(1);
+  factors.count = inputs[1].shape(0);
+  factors.itemsize = static_cast<int64_t>(out.itemsize());
+  factors.width = inputs[2].shape(2);
+  return [factors, to, bytes = out.nbytes(), count = static_cast<int64_t>(inputs[3].size()),
+          x = cpu::DenseRows(inputs[0]), a = cpu::DenseRows(inputs[1]),
+          b = cpu::DenseRows(inputs[2]), indices = cpu::DenseRows(inputs[3])]() mutable {
+    if (bytes == 0) {
+      return;
+    }
+    cpu::RowBuffer buffers[3];
+    factors.first.weight = a.all(buffers[0]);
+    factors.b = static_cast<const std::byte*>(b.all(buffers[1]));
+    compute(factors, x, static_cast<const int32_t*>(indices.all(buffers[2])), count, to);
+  };
+}
+
 // Inputs y, x, a, b, indices.
 struct LowRank {
   static constexpr const char* kName = "PagedLowRank";
@@ -80,28 +104,16 @@ struct LowRank {
     } else {
       out.set_data(mx::allocator::malloc(out.nbytes()));
     }
-    Factors factors = {};
-    factors.first.dtype = cpu::dtype_of(out);
-    factors.first.depth = inputs[2].shape(2);
-    factors.first.width = inputs[2].shape(1);
-    factors.count = inputs[2].shape(0);
-    factors.itemsize = static_cast<int64_t>(out.itemsize());
-    factors.width = inputs[3].shape(2);
-    return [factors, is_in_place, to = out.data<std::byte>(), bytes = out.nbytes(),
-            count = static_cast<int64_t>(inputs[4].size()), y_rows = cpu::DenseRows(y),
-            x = cpu::DenseRows(inputs[1]), a = cpu::DenseRows(inputs[2]),
-            b = cpu::DenseRows(inputs[3]), indices = cpu::DenseRows(inputs[4])]() mutable {
-      if (bytes == 0) {
-        return;
-      }
-      cpu::RowBuffer buffers[4];
-      if (!is_in_place) {
-        std::memcpy(to, y_rows.all(buffers[0]), bytes);
-      }
-      factors.first.weight = a.all(buffers[1]);
-      factors.b = static_cast<const std::byte*>(b.all(buffers[2]));
-      compute(factors, x, static_cast<const int32_t*>(indices.all(buffers[3])), count, to);
-    };
+    const Arrays others(inputs.begin() + 1, inputs.end());
+    return
+        [is_in_place, to = out.data<std::byte>(), bytes = out.nbytes(), y_rows = cpu::DenseRows(y),
+         add = terms_task(others, out, out.data<std::byte>())]() mutable {
+          cpu::RowBuffer buffer;
+          if (!is_in_place && bytes > 0) {
+            std::memcpy(to, y_rows.all(buffer), bytes);
+          }
+          add();
+        };
   }
 
   mx::array composed(const Arrays& inputs, mx::Stream s) const {
@@ -123,6 +135,57 @@ struct LowRank {
     return mx::astype(mx::reshape(found, y.shape(), s), y.dtype(), s);
   }
 };
+
+// A linear layer and the terms of its rows, as one node of the graph. Inputs are those of the
+// layer, of which x is the first, and a, b, indices.
+struct AdaptedLinear {
+  static constexpr const char* kName = "PagedAdaptedLinear";
+  std::shared_ptr<cpu::TaskPrimitive> layer;
+
+  bool operator==(const AdaptedLinear& other) const {
+    const mx::Primitive &own = *layer, &theirs = *other.layer;
+    return typeid(own) == typeid(theirs) && own.is_equivalent(theirs);
+  }
+
+  static Arrays of_layer(const Arrays& inputs) { return {inputs.begin(), inputs.end() - 3}; }
+
+  static Arrays of_terms(const Arrays& inputs) {
+    Arrays found = {inputs[0]};
+    found.insert(found.end(), inputs.end() - 3, inputs.end());
+    return found;
+  }
+
+  static mx::Shape shape(const Arrays& inputs) {
+    mx::Shape shape = inputs[0].shape();
+    shape.back() = inputs.end()[-2].shape(2);
+    return shape;
+  }
+
+  // One task for both: a group of nodes dispatches its tasks later, all in one.
+  auto task(const Arrays& inputs, mx::array& out) const {
+    Arrays outputs = {out};
+    auto of_base = layer->task(of_layer(inputs), outputs);
+    return [of_base = std::move(of_base),
+            add = terms_task(of_terms(inputs), out, out.data<std::byte>())]() mutable {
+      of_base();
+      add();
+    };
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    Arrays given = of_terms(inputs);
+    given.insert(given.begin(),
+                 mx::array(shape(inputs), inputs[0].dtype(), layer, of_layer(inputs)));
+    return LowRank{}.composed(given, s);
+  }
+};
+
+// Whether y is the output of a linear layer of this package for x on this stream, not yet computed.
+bool is_linear_of(const mx::array& y, const mx::array& x, mx::Stream stream) {
+  return y.has_primitive() && y.status() == mx::array::Status::unscheduled &&
+         std::string_view(y.primitive().name()) == "PagedLinear" && y.inputs()[0].id() == x.id() &&
+         y.primitive().stream() == stream;
+}
 
 }  // namespace
 
@@ -151,7 +214,15 @@ mx::array low_rank_terms(const mx::array& y, const mx::array& x, const mx::array
           ": expected one for each of ", rows, " rows of y");
   require(y.size() == 0 || (rows_of_x > 0 && rows % rows_of_x == 0), op, "x has ", rows_of_x,
           " rows: expected ", rows, ", or a divisor of it");
-  auto primitive = std::make_shared<LayerPrimitive<LowRank>>(mx::to_stream(stream), LowRank{});
+  const mx::Stream own = mx::to_stream(stream);
+  if (is_linear_of(y, x, own)) {
+    Arrays inputs = y.inputs();
+    inputs.insert(inputs.end(), {a, b, indices});
+    const AdaptedLinear op = {std::static_pointer_cast<cpu::TaskPrimitive>(y.primitive_ptr())};
+    return mx::array(y.shape(), y.dtype(), std::make_shared<LayerPrimitive<AdaptedLinear>>(own, op),
+                     std::move(inputs));
+  }
+  auto primitive = std::make_shared<LayerPrimitive<LowRank>>(own, LowRank{});
   return mx::array(y.shape(), y.dtype(), std::move(primitive), {y, x, a, b, indices});
 }
 
