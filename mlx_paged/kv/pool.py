@@ -130,9 +130,11 @@ class KVPool:
             mx.clear_cache()
         return ops.pool_zeros(shape, dtype, capacity=self.capacity)
 
-    def settle(self) -> None:
-        """Where plain MLX changes the arrays, wait until nothing that was evaluated holds them:
-        results can be read before the completion handlers have run that hold what was read."""
+    def settle(self, arrays: Sequence[mx.array] = ()) -> None:
+        """Compute arrays. Where plain MLX changes the pool, wait until nothing that was evaluated
+        holds its arrays: results can be read before the completion handlers have run that hold what
+        was read."""
+        mx.eval(arrays)
         if not self.changes_in_place:
             mx.synchronize()
 
@@ -276,8 +278,7 @@ class KVPool:
             if not (handles is self.v and self.shapes[layer].latent)
         ]
         found = [mx.take(in_blocks(handles[layer]), sources, axis=0) for handles in of_layer]
-        mx.eval(found)
-        self.settle()
+        self.settle(found)
         for handles, content in zip(of_layer, found, strict=True):
             written = with_blocks(handles[layer], destinations, content)
             if handles is self.k:

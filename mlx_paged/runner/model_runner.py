@@ -213,8 +213,7 @@ class ModelRunner:
                 part = Part([*self.pool.handles(), *states, *read], batch.scored, rows)
                 self._compute(launched, part)
                 if waits:  # what is under way holds the arrays that the next forward writes to
-                    mx.eval(part.arrays)
-                    self.pool.settle()
+                    self.pool.settle(part.arrays)
                 del part
             if batch.sampled:
                 launched.requests += batch.sampled
@@ -226,8 +225,7 @@ class ModelRunner:
         if self.states.exist:
             self.states.release(step.released)
             self.states.rest(step.rested)
-            separated = self.states.separate(step.spans)
-            launched.pending += self.states.left_by(step.spans) + separated
+            launched.pending += self.states.separate(step.spans) + self.states.left_by(step.spans)
         if logits:
             guesses = {s.request.id: s.known[1 - s.samples :] for s in step.spans if s.samples > 1}
             launched.unsampled = (
@@ -318,8 +316,7 @@ class ModelRunner:
         if launched.sampled is None:
             return []
         tokens, logprobs, tops = on_host(launched.sampled)
-        outside = outside_rows(launched.sampled, tokens)
-        errors = outside | launched.errors
+        errors = outside_rows(launched.sampled, tokens) | launched.errors
         rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
 
