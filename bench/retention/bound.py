@@ -36,6 +36,41 @@ def clairvoyant_bound(trace: Trace) -> int:
     return BLOCK_SIZE * again
 
 
+def bound_with_places(trace: Trace) -> int:
+    """The fewest tokens of blocks that any order of eviction computes a second time, if requests
+    run one after the other and each has all its blocks in the pool when it ends. Blocks that are
+    not full are free.
+
+    At each request the pool has to hold the request's blocks, and those that wait for their next
+    use fill the rest. To give up those whose next use is furthest away is the best choice, as each
+    block costs the same. An order that evicts texts from their ends can do so: the blocks before a
+    block are never used later than the block.
+    """
+    texts = _block_numbers(trace.asks)
+    next_uses: list[list[int]] = []
+    latest: dict[int, int] = {}
+    for i in range(len(texts) - 1, -1, -1):
+        next_uses.append([latest.get(number, NEVER) for number in texts[i]])
+        latest.update(dict.fromkeys(texts[i], i))
+    next_uses.reverse()
+    kept: dict[int, int] = {}  # by block: its next use
+    heap: list[tuple[int, int]] = []  # minus the next use, and the block
+    seen, again = set[int](), 0
+    for blocks, uses in zip(texts, next_uses, strict=True):
+        again += sum(number in seen and number not in kept for number in blocks)
+        seen.update(blocks)
+        for number in blocks:
+            kept.pop(number, None)
+        while kept and len(kept) + len(blocks) > trace.pool_blocks:
+            use, furthest = heappop(heap)
+            if kept.get(furthest) == -use:
+                del kept[furthest]
+        for number, use in zip(blocks, uses, strict=True):
+            kept[number] = use
+            heappush(heap, (-use, number))
+    return BLOCK_SIZE * again
+
+
 def _block_numbers(asks: list[Ask]) -> list[list[int]]:
     """The full blocks that each request needs, as numbers of their content and of all before."""
     numbers: dict[tuple[object, ...], int] = {}

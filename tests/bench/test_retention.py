@@ -1,11 +1,13 @@
 """The bench of retention: its traces, what it counts, and the bound."""
 
 import json
+import random
+from itertools import combinations
 
 import pytest
 
 from bench.retention import __main__ as bench
-from bench.retention.bound import clairvoyant_bound
+from bench.retention.bound import _block_numbers, bound_with_places, clairvoyant_bound
 from bench.retention.lru import LeastRecentlyUsed
 from bench.retention.traces import TRACES, Ask, Trace, chat
 from mlx_paged.kv.eviction import WorthOrder
@@ -67,11 +69,45 @@ def test_the_bound_of_small_traces(prompts, blocks, again):
     assert clairvoyant_bound(small(prompts, blocks)) == again
 
 
-def test_no_order_beats_the_bound():
+def test_no_order_beats_the_bounds():
     trace = small([[i % 7, i % 5 + 10, i % 3 + 20] for i in range(60)], 24)
-    bound = clairvoyant_bound(trace)
+    bound, with_places = clairvoyant_bound(trace), bound_with_places(trace)
+    assert with_places > bound > 0
     for order in bench.ORDERS.values():
-        assert bench.replayed(trace, order).again.total() >= bound > 0
+        assert bench.replayed(trace, order).again.total() >= with_places
+
+
+@pytest.mark.parametrize(
+    ("prompts", "blocks", "again"),
+    [
+        ([[1, 2], [3, 4], [1, 2]], 8, 0),
+        ([[1, 2], [3, 4], [1, 2]], 4, 4 * 16),  # all blocks of the second text need a place
+        ([[1, 2], [3, 4], [1, 2]], 6, 2 * 16),
+        ([[1, 2], [1, 3], [1, 2]], 4, 2 * 16),  # what both texts begin with stays
+    ],
+)
+def test_the_bound_with_places_of_small_traces(prompts, blocks, again):
+    assert bound_with_places(small(prompts, blocks)) == again
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bound_with_places_is_that_of_a_search(seed):
+    """All choices of what stays, from their ends on, against the bound."""
+    rng = random.Random(seed)
+    trace = small([[rng.randrange(3), rng.randrange(3)] for _ in range(6)], 6)
+    texts = _block_numbers(trace.asks)
+
+    def least(i, kept, seen):
+        if i == len(texts):
+            return 0
+        blocks = set(texts[i])
+        now = len(blocks & seen - kept)
+        others = sorted(kept - blocks)
+        room = min(len(others), trace.pool_blocks - len(blocks))
+        rests = [blocks | set(some) for some in combinations(others, room)]
+        return now + min(least(i + 1, rest, seen | blocks) for rest in rests)
+
+    assert bound_with_places(trace) == 16 * least(0, set(), set())
 
 
 def test_a_chat_survives_sweeps():
@@ -86,7 +122,8 @@ def test_the_last_line_is_json(capsys, monkeypatch):
     head, line, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)["traces"]["chat beside 1x"]
     assert head.startswith("trace") and line.startswith("chat beside 1x")
-    assert set(result) == {"bound", "prompt_tokens", "lru", "ours"}
+    counts = {"bound", "with_places", "best_over_bound", "prompt_tokens"}
+    assert set(result) == counts | {"lru", "ours"}
 
 
 def test_an_unknown_trace_is_refused(capsys):
