@@ -1,7 +1,7 @@
 """Headers of safetensors files, checked before a tensor is read. Knows no mlx."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from operator import index
 from pathlib import Path
@@ -20,11 +20,11 @@ BITS = {
 @dataclass(frozen=True)
 class Stored:
     """What a header says of a tensor: the file's name of its type, its shape, and where its bytes
-    begin in the file."""
+    begin in the file. Tensors of one type and shape are equal, wherever their bytes are."""
 
     dtype: str
     shape: tuple[int, ...]
-    begin: int
+    begin: int = field(compare=False)
 
 
 def header(file: Path, most: int = MAX_HEADER) -> tuple[dict[str, Stored], dict[str, Any]]:

@@ -125,7 +125,7 @@ FLAGS = {
     "--adapters-dir is /nowhere: expected a directory": ["--adapters-dir", "/nowhere"],
     "--adapter has the name 'default_model'": ["--adapter", "default_model=a"],
     "--adapter has the name 'm'": ["--adapter", "m=a", "--served-model-name", "n,m"],
-    "--adapter has the name 'a\\n'": ["--adapter", "a\n=a"],
+    "expected NAME=PATH with a printable name, got 'a\\n=a'": ["--adapter", "a\n=a"],
 }
 
 
