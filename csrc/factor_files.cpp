@@ -151,7 +151,7 @@ std::tuple<mx::array, Arrays, int64_t> read_factors(const std::string& path,
       read.resize(count * sizeof(From));
       file.seekg(static_cast<std::streamoff>(std::get<uint64_t>(stored[i])));
       file.read(reinterpret_cast<char*>(read.data()), static_cast<std::streamsize>(read.size()));
-      require(static_cast<bool>(file), "read_factors", path, " is shorter than its tensors");
+      require(static_cast<bool>(file), "read_factors", "the file is shorter than its tensors");
       for_dtype(dtype, [&]<typename To>(To) {
         for (size_t at = 0; at < count; at += rows * columns) {
           are_finite &= convert(reinterpret_cast<const From*>(read.data()) + at, rows, columns,
@@ -182,9 +182,10 @@ void write_slot(const Arrays& stacks, const std::vector<OptionalArray>& factors,
       std::memset(to, 0, row_bytes);
       continue;
     }
-    require(factor->ndim() + 1 == stack.ndim() && factor->dtype() == stack.dtype() &&
-                factor->shape(-1) == stack.shape(-1) && factor->shape(-2) <= stack.shape(-2) &&
-                factor->flags().row_contiguous,
+    mx::Shape row(stack.shape().begin() + 1, stack.shape().end());
+    row[row.size() - 2] = factor->shape(-2);  // of fewer ranks
+    require(factor->shape() == row && factor->dtype() == stack.dtype() &&
+                factor->shape(-2) <= stack.shape(-2) && factor->flags().row_contiguous,
             "write_slot", "a factor has shape ", factor->shape(), " and dtype ", factor->dtype(),
             ": expected those of a row of a stack of shape ", stack.shape());
     const size_t bytes = factor->itemsize() * factor->shape(-1) * factor->shape(-2);
