@@ -1,4 +1,4 @@
-"""What tokens stand for, and the text of tokens as they come, in linear time. Knows no mlx.
+"""The text of tokens as they come, in time linear in their number. Knows no mlx.
 
 The text of tokens after a prompt is `decode(prompt + tokens)` from where it departs from
 `decode(prompt)`. A part of that text is certain, and released, as soon as no later token can change
@@ -9,15 +9,11 @@ clean-up of spaces may still replace.
 import codecs
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from os.path import commonprefix
 from typing import Any, Protocol
 
 UNKNOWN = "\ufffd"
 """Stands for bytes that are no character."""
-
-CONTEXT = 8
-"""Tokens of a prompt that the text after it may depend on, beside those of an unfinished run."""
 
 CLEANED = (
     *((f" {mark}", mark) for mark in ".?!,"),
@@ -262,136 +258,3 @@ class Given:
     def finish(self) -> str:
         self._detokenizer.finalize()
         return str(self._detokenizer.last_segment)
-
-
-class Spelling(Protocol):
-    """What the tokens of one tokenizer stand for. Any thread may use it."""
-
-    def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token; none if the vocabulary has no such token."""
-        ...
-
-    def text_of(self, token: int) -> str:
-        """The text of a token alone, U+FFFD for bytes that are a part of a character."""
-        ...
-
-    def text(self, context: Sequence[int] = (), keeps_space: bool = False) -> Detokenizer:
-        """A new text after the tokens of `context`.
-
-        Args:
-            context: tokens before the text; empty: none are known.
-            keeps_space: keep a space that the text begins with.
-        """
-        ...
-
-
-class ByteLevel:
-    """Each character of a token's name stands for a byte, as in GPT-2.
-
-    Args:
-        name_of: the name of a token; None: there is no such token.
-        strips: a text leaves out a space at its beginning.
-        cleans: the tokenizer cleans up spaces.
-    """
-
-    def __init__(
-        self, name_of: Callable[[int], str | None], strips: bool, cleans: bool = False
-    ) -> None:
-        self._name_of = name_of
-        self._strips, self._cleans = strips, cleans
-
-    def bytes_of(self, token: int) -> bytes:
-        name, byte_of = self._name_of(token) or "", _byte_level()
-        try:
-            return bytes([byte_of[character] for character in name])
-        except KeyError:  # of an added token
-            return name.encode("utf-8", "replace")
-
-    def text_of(self, token: int) -> str:
-        return self.bytes_of(token).decode("utf-8", "replace")
-
-    def text(self, context: Sequence[int] = (), keeps_space: bool = False) -> Detokenizer:
-        made: Detokenizer = Bytes(self.bytes_of)
-        made = Cleaned(made) if self._cleans else made
-        return After(made, context[-CONTEXT:], self._strips and not keeps_space)
-
-
-class ByteFallback:
-    """A token's name is text in which strings are replaced, or one byte, as in SentencePiece.
-
-    Args:
-        piece_of: the text or the byte of a token.
-        strips: a text leaves out a space at its beginning.
-        cleans: the tokenizer cleans up spaces.
-    """
-
-    def __init__(
-        self, piece_of: Callable[[int], str | int], strips: bool, cleans: bool = False
-    ) -> None:
-        self._piece_of = piece_of
-        self._strips, self._cleans = strips, cleans
-
-    def bytes_of(self, token: int) -> bytes:
-        piece = self._piece_of(token)
-        return piece.encode("utf-8", "replace") if isinstance(piece, str) else bytes([piece])
-
-    def text_of(self, token: int) -> str:
-        return self.bytes_of(token).decode("utf-8", "replace")
-
-    def _ends_run(self, token: int) -> bool:
-        piece = self._piece_of(token)
-        return isinstance(piece, str) and bool(piece)
-
-    def text(self, context: Sequence[int] = (), keeps_space: bool = False) -> Detokenizer:
-        first = max(0, len(context) - CONTEXT)
-        while first and not self._ends_run(context[first]):
-            first -= 1
-        made: Detokenizer = ByteRuns(self._piece_of)
-        made = Cleaned(made) if self._cleans else made
-        return After(made, context[first:], self._strips and not keeps_space)
-
-
-class ByDecode:
-    """Only the tokenizer's `decode` knows what its tokens stand for."""
-
-    def __init__(self, decode: Callable[[list[int]], str], cleans: bool = False) -> None:
-        self._decode = decode
-        self._cleans = cleans
-
-    def bytes_of(self, token: int) -> bytes:
-        return self.text_of(token).encode("utf-8", "replace")
-
-    def text_of(self, token: int) -> str:
-        return self._decode([token])
-
-    def text(self, context: Sequence[int] = (), keeps_space: bool = False) -> Detokenizer:
-        # Without a context the tokenizer itself decides on a space at the beginning.
-        made: Detokenizer = Decoded(self._decode)
-        made = Cleaned(made) if self._cleans else made
-        return After(made, context[-CONTEXT:] if keeps_space else (), drops_space=False)
-
-
-class OfGiven:
-    """The tokenizer brings a detokenizer of its own."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def bytes_of(self, token: int) -> bytes:
-        return self.text_of(token).encode("utf-8", "replace")
-
-    def text_of(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
-
-    def text(self, context: Sequence[int] = (), keeps_space: bool = False) -> Detokenizer:
-        return Given(self._tokenizer.detokenizer, context[-CONTEXT:] if keeps_space else ())
-
-
-@cache
-def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable ones of Latin-1
-    for themselves, those from U+0100 on for the other bytes in their order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    found = {chr(byte): byte for byte in printable}
-    return found | {chr(256 + i): byte for i, byte in enumerate(others)}

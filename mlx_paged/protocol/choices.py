@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from mlx_paged.engine.detokenizer import Spelling
-from mlx_paged.engine.spelling import spelling_of
+from mlx_paged.engine.spelling import Spelling, spelling_of
 from mlx_paged.engine.text import StopStrings
 from mlx_paged.formats.events import Call, Event, Thought
 from mlx_paged.formats.parser import Parser, Whole
