@@ -73,10 +73,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is on the device beside K/V, in bytes: the arrays of a step, those that plain MLX
-    gathers among them, MLX's cache beyond these,
-    and states that the prefix cache may keep. A CPU, which computes one op after the other, holds
-    few of a step's arrays at once: there the first two are 0."""
+    """What is on the device beside K/V, in bytes: the arrays of a step, also those that plain MLX
+    gathers, MLX's cache beyond these arrays, and states that the prefix cache may keep. A CPU
+    computes one op after the other and holds few of a step's arrays at once: there the first two
+    are 0."""
 
     step: int
     cache: int

@@ -1,6 +1,6 @@
 """The arrays of engine steps on lazy models, whose weights are never computed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -59,7 +59,75 @@ class Op:
     outputs: list[tuple[str, int, int]]
 
 
-def sized(array: tuple[str, Any, Any]) -> tuple[str, int, int]:
+Weight = tuple[nn.Module, str, mx.array]
+"""A module, the name of one of its arrays, and the array."""
+
+
+def weights_of(model: nn.Module) -> list[Weight]:
+    """The arrays of all modules."""
+    return [
+        (module, name, array)
+        for module in model.modules()
+        for name, array in module.items()
+        if isinstance(array, mx.array)
+    ]
+
+
+@dataclass
+class Exported:
+    """What MLX says of a function of a model's weights and of other arrays.
+
+    Attributes:
+        ops: in the order of evaluation.
+        weights: the op whose outputs are the weights.
+        others: the names, elements and bytes of the other arrays.
+        results: the names of the results.
+    """
+
+    ops: list[Op]
+    weights: Op
+    others: list[tuple[str, int, int]]
+    results: list[str]
+
+    @classmethod
+    def of(
+        cls,
+        compute: Callable[[Sequence[mx.array]], list[mx.array]],
+        weights: Sequence[Weight],
+        others: Sequence[mx.array],
+    ) -> "Exported":
+        """Export `compute`, a function of `others` that also reads the weights of modules."""
+        found: list[Op] = []
+        inputs: list[tuple[str, int, int]] = []
+        results: list[str] = []
+
+        def note(entry: dict[str, Any]) -> None:
+            if entry["type"] == "primitive":
+                names = [name for name, *_ in entry["inputs"]]
+                found.append(Op(entry["name"], names, [*map(_sized, entry["outputs"])]))
+            elif entry["type"] == "constants":
+                sizes = ((name, array.size, array.nbytes) for name, array in entry["constants"])
+                found.append(Op("constants", [], [*sizes]))
+            elif entry["type"] == "inputs":
+                inputs.extend(map(_sized, entry["inputs"]))
+            elif entry["type"] == "outputs":
+                results.extend(name for name, *_ in entry["outputs"])
+
+        def whole(*arrays: mx.array) -> list[mx.array]:
+            for (module, name, _), array in zip(weights, arrays, strict=False):
+                module[name] = array
+            return compute(arrays[len(weights) :])
+
+        try:
+            mx.export_function(note, whole, *(array for *_, array in weights), *others)
+        finally:
+            for module, name, array in weights:
+                module[name] = array
+        of_weights = Op("weights", [], inputs[: len(weights)])
+        return cls(found, of_weights, inputs[len(weights) :], results)
+
+
+def _sized(array: tuple[str, Any, Any]) -> tuple[str, int, int]:
     name, shape, dtype = array
     return name, prod(shape), prod(shape) * dtype.size
 
@@ -154,64 +222,37 @@ class StepArrays:
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self._pool)
         self._runner.cpu_layers.diverted = nullcontext  # type: ignore[method-assign]
         self._runner._begin = lambda arrays: None  # type: ignore[method-assign]
-        self._weights = [
-            (module, name, array)
-            for module in model.modules()
-            for name, array in module.items()
-            if isinstance(array, mx.array)
-        ]
+        self._weights = weights_of(model)
         self._names: dict[Place, str] = {}  # of the states after the step before
 
     def ops(self, step: Step) -> tuple[list[Op], set[str]]:
         """The ops in the order of evaluation, and the names of the arrays that outlive them. A name
         belongs to one step; that of an input of "State" to the step before."""
-        found: list[Op] = []
-        inputs: list[tuple[str, int, int]] = []
-        outputs: list[str] = []
-
-        def note(entry: dict[str, Any]) -> None:
-            if entry["type"] == "primitive":
-                names = [name for name, *_ in entry["inputs"]]
-                found.append(Op(entry["name"], names, [*map(sized, entry["outputs"])]))
-            elif entry["type"] == "constants":
-                sizes = ((name, array.size, array.nbytes) for name, array in entry["constants"])
-                found.append(Op("constants", [], [*sizes]))
-            elif entry["type"] == "inputs":
-                inputs.extend(map(sized, entry["inputs"]))
-            elif entry["type"] == "outputs":
-                outputs.extend(name for name, *_ in entry["outputs"])
-
         held = self._runner.states
         held.release({*step.released} - {span.reads for span in step.spans})
         before, names = _states(held), self._names
         shapes: dict[Place, mx.array] = {}
 
-        def compute(*arrays: mx.array) -> list[mx.array]:
-            for (module, name, _), array in zip(self._weights, arrays, strict=False):
-                module[name] = array
-            states = zip(before, arrays[len(self._weights) :], strict=True)
+        def compute(states: Sequence[mx.array]) -> list[mx.array]:
             joined = _joined(held)
-            for (key, layer, index), array in states:
+            for (key, layer, index), array in zip(before, states, strict=True):
                 joined[key][layer][index] = array
             pending = self._runner.launch(step, None).pending
             shapes.update(_states(held))
             return [*pending, *shapes.values()]
 
         try:
-            weights = (array for *_, array in self._weights)
-            mx.export_function(note, compute, *weights, *before.values())
+            found = Exported.of(compute, self._weights, [*before.values()])
         finally:
-            for module, name, array in self._weights:
-                module[name] = array
             self._pool.reset_handles()
         joined = _joined(held)
         for (key, layer, index), array in shapes.items():
             joined[key][layer][index] = mx.zeros(array.shape, array.dtype)
-        self._names = dict(zip(shapes, outputs[-len(shapes) :], strict=True)) if shapes else {}
-        of_states = zip(before, inputs[len(self._weights) :], strict=True)
-        first = [Op("weights", [], inputs[: len(self._weights)])]
-        first += [Op("State", [names[place]], [array]) for place, array in of_states]
-        return first + found, set(outputs)
+        results = found.results[-len(shapes) :]
+        self._names = dict(zip(shapes, results, strict=True)) if shapes else {}
+        of_states = zip(before, found.others, strict=True)
+        first = [Op("State", [names[place]], [array]) for place, array in of_states]
+        return [found.weights, *first, *found.ops], set(found.results)
 
 
 def _joined(held: RecurrentStates) -> dict[int, States]:

@@ -1,6 +1,6 @@
 """The arrays of engine steps where plain MLX writes to the pool and attends over gathered keys."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from mlx_paged.options import PoolConfig
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.scheduler.step import Step
-from tests.gpu_memory.engine_steps import BLOCK_SIZE, Op, sized
+from tests.gpu_memory.engine_steps import BLOCK_SIZE, Exported, Op, weights_of
 
 
 @contextmanager
@@ -60,51 +60,26 @@ class PlainSteps:
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self.pool)
         self._runner.cpu_layers.diverted = nullcontext  # type: ignore[method-assign]
         self._runner._begin = lambda arrays: None  # type: ignore[method-assign]
-        self._weights = [
-            (module, name, array)
-            for module in model.modules()
-            for name, array in module.items()
-            if isinstance(array, mx.array)
-        ]
+        self._weights = weights_of(model)
         self._written: list[str] = []  # by the step before
 
     def ops(self, step: Step) -> tuple[list[Op], set[str]]:
         """The ops in the order of evaluation, and the names of the arrays that outlive them."""
-        found: list[Op] = []
-        inputs: list[tuple[str, int, int]] = []
-        outputs: list[str] = []
         handles = self.pool.handles()
 
-        def note(entry: dict[str, Any]) -> None:
-            if entry["type"] == "primitive":
-                names = [name for name, *_ in entry["inputs"]]
-                found.append(Op(entry["name"], names, [*map(sized, entry["outputs"])]))
-            elif entry["type"] == "constants":
-                constants = ((name, each.size, each.nbytes) for name, each in entry["constants"])
-                found.append(Op("constants", [], [*constants]))
-            elif entry["type"] == "inputs":
-                inputs.extend(map(sized, entry["inputs"]))
-            elif entry["type"] == "outputs":
-                outputs.extend(name for name, *_ in entry["outputs"])
-
-        def compute(*arrays: mx.array) -> list[mx.array]:
-            for (module, name, _), array in zip(self._weights, arrays, strict=False):
-                module[name] = array
-            self.pool.replace_handles(arrays[len(self._weights) :])
+        def compute(arrays: Sequence[mx.array]) -> list[mx.array]:
+            self.pool.replace_handles(arrays)
             pending = self._runner.launch(step, None).pending
             return [*pending, *self.pool.handles()]
 
         try:
-            mx.export_function(note, compute, *(array for *_, array in self._weights), *handles)
+            found = Exported.of(compute, self._weights, handles)
         finally:
-            for module, name, array in self._weights:
-                module[name] = array
             self.pool.replace_handles(handles)
-        of_pool = inputs[len(self._weights) :]
-        first = [Op("weights", [], inputs[: len(self._weights)])]
         if self._written:
-            first += [Op("Pool", [n], [a]) for n, a in zip(self._written, of_pool, strict=True)]
+            pairs = zip(self._written, found.others, strict=True)
+            first = [Op("Pool", [name], [array]) for name, array in pairs]
         else:
-            first.append(Op("constants", [], of_pool))
-        self._written = outputs[-len(handles) :]
-        return first + found, set(outputs)
+            first = [Op("constants", [], found.others)]
+        self._written = found.results[-len(handles) :]
+        return [found.weights, *first, *found.ops], set(found.results)
