@@ -23,6 +23,7 @@ from mlx_paged.protocol.json_text import written
 from mlx_paged.protocol.replies import Reply
 from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.computed import Computed, options_of, reasons_of, times_of
 from mlx_paged.server.held_bytes import ENTRY_BYTES, Share
 from mlx_paged.server.json_answer import JsonAnswer
 from mlx_paged.server.loaded_model import Model
@@ -51,6 +52,7 @@ class Answer(Reply):
     share: Share  # bytes that are held for it
     failure: str = ""  # of a stream that ended badly
     first_seconds: float | None = None  # from the arrival to the first token
+    submitted_at: dict[int, float] = field(default_factory=dict)  # by choice: to the engine
     submitted: asyncio.Event = field(default_factory=asyncio.Event)  # what it asks for can be done
     ignored: list[str] = field(default_factory=list)  # fields without effect
     sign_of_life: ClassVar[bytes] = b": still generating\n\n"  # of a stream
@@ -94,6 +96,25 @@ class Answer(Reply):
             gone.cancel()
             record.reason = record.reason or self.failure
             record.parts += self._told()
+            record.computed = self._computed()
+
+    def _computed(self) -> Computed | None:
+        """What was computed, for those who observe requests; None without a choice."""
+        if not self.choices:
+            return None
+        usage, times = Reply.usage(self), times_of(self.choices, self.submitted_at)
+        if times["first_token"] is None and self.first_seconds is not None:
+            times["first_token"] = self.arrived + self.first_seconds
+        return Computed(
+            model=self.fields["adapter"] or self.state.models.names.label(self.path),
+            options=options_of(self.fields),
+            input_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            output_tokens=usage["completion_tokens"],
+            finish_reasons=reasons_of(self.choices),
+            failed=bool(self.failure),
+            **times,
+        )
 
     def _told(self) -> list[str]:
         """What the log tells of the answer."""
@@ -277,6 +298,8 @@ class Answer(Reply):
             ids: list[int] = []
             for prompt in self.prompts if first == 0 else ():  # none is refused later
                 engine.check_prompt(prompt.tokens)
+            added = range(first * fields["best_of"], last * fields["best_of"])
+            self.submitted_at |= dict.fromkeys(added, time.monotonic())
             try:
                 for prompt, own in zip(given, params[first:last], strict=True):
                     sampled = prompt.tokens, fields["best_of"], own

@@ -4,12 +4,12 @@ import argparse
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.arguments import missing
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.protocol import cache_marks, json_text, messages, openapi, request_body, responses
@@ -33,11 +34,14 @@ from mlx_paged.server.held_bytes import PART_BYTES, HeldBytes, Share, send_in_pi
 from mlx_paged.server.json_answer import JsonAnswer
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics
 from mlx_paged.server.models import Models
-from mlx_paged.server.request_log import logged, record_of
+from mlx_paged.server.request_log import Observer, logged, record_of
 from mlx_paged.server.tickets import Tickets
 from mlx_paged.server.token_endpoints import TOKEN_ENDPOINTS, as_text
 from mlx_paged.server.workers import Probes, Workers
 from mlx_paged.vision.images import has_image
+
+if TYPE_CHECKING:  # it needs the extra "otel"
+    from mlx_paged.server.telemetry import Telemetry
 
 OPEN = {"/", "/health", "/ready", "/openapi.json"}
 """Paths that need no key: they tell nothing about requests."""
@@ -80,6 +84,9 @@ BODIES = {
 }
 """By path: the API whose fields its bodies have, in the OpenAPI document."""
 
+OPERATIONS = {"completions": "text_completion"}
+"""By API: what a trace calls the operation, if it is no chat."""
+
 FOR_TEXTS = ("/tokenize", "/detokenize", "/v1/estimate")
 """Paths whose bodies may be for completions, too: bodies without messages are."""
 
@@ -117,12 +124,28 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     app.state.forced = False  # to stop without an end of open answers
     app.state.open_tickets = set[Tickets]()
     app.state.seen = set[str]()  # unknown fields that the log has named
-    app.user_middleware.append(Middleware(_guarded, args=args, metrics=app.state.metrics))
+    app.state.telemetry = _telemetry(args)
+    observers = [] if app.state.telemetry is None else [app.state.telemetry]
+    guard: dict[str, Any] = {"args": args, "metrics": app.state.metrics, "observers": observers}
+    app.user_middleware.append(Middleware(_guarded, **guard))
     if args.allowed_origins:
         every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
         every |= {"allow_origins": args.allowed_origins, "expose_headers": TOLD}
         app.add_middleware(CORSMiddleware, **every)
     return app
+
+
+def _telemetry(args: argparse.Namespace) -> "Telemetry | None":
+    """The observer that sends traces of requests, if there is to be one. Raises ValueError without
+    the extra "otel"."""
+    if args.otlp_traces_endpoint is None:
+        return None
+    try:
+        from mlx_paged.server.telemetry import Telemetry
+    except ModuleNotFoundError as error:
+        raise ValueError(missing(f"opentelemetry ({error})", "otel")) from error
+    operations = {path: OPERATIONS.get(body, "chat") for path, body in BODIES.items()}
+    return Telemetry.to(args.otlp_traces_endpoint, operations)
 
 
 def _refusal(error: Refusal, request: Request) -> Response:
@@ -178,6 +201,8 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     yield
     for task in tasks:
         task.cancel()
+    if state.telemetry is not None:
+        await asyncio.to_thread(state.telemetry.close)
     state.long_bodies.shutdown(wait=False)
     for executor in (state.compiles, state.images, state.describers):
         executor.shutdown(wait=False, cancel_futures=True)
@@ -195,8 +220,14 @@ def _engine_probes(models: Models) -> dict[str, Callable[[], Awaitable[object]]]
     }
 
 
-def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
-    """Middleware that refuses requests of others and counts all answers."""
+def _guarded(
+    inner: ASGIApp,
+    args: argparse.Namespace,
+    metrics: ServerMetrics,
+    observers: Sequence[Observer] = (),
+) -> ASGIApp:
+    """Middleware that refuses requests of others, counts all answers, and tells the observers of
+    each request that has ended."""
     root, held = args.root_path.rstrip("/"), HeldBytes(args.max_held_bytes)
     metrics.holders.append(held.holdings)
     is_local = args.host in LOOPBACK and args.uds is None
@@ -227,13 +258,14 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
             scope["state"]["share"] = share
             if scope["path"].startswith(f"{root}/"):
                 scope = {**scope, "path": scope["path"].removeprefix(root)}
+                record_of(scope).path = scope["path"]
             try:
                 check(Request(scope))
             except Refusal as error:
                 answer = _refusal(error, Request(scope))
             await answer(scope, receive, counted)
 
-    return logged(guarded)
+    return logged(guarded, observers)
 
 
 def _check_host(request: Request, names: Collection[str]) -> None:

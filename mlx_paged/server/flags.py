@@ -1,8 +1,10 @@
 """Arguments of ``python -m mlx_paged.server``, named as in mlx_lm.server."""
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, json_object, number
@@ -46,6 +48,18 @@ def _template(text: str) -> str:
         raise argparse.ArgumentTypeError(expected) from None
 
 
+def _collector(text: str) -> str:
+    """An argument type: the URL of a collector of traces; without a path, OTLP's own is meant."""
+    with suppress(ValueError):  # of an address or a port that is none
+        found = urlsplit(text if text.isascii() and text.isprintable() else "")
+        if found.scheme in ("http", "https") and found.hostname and found.port != 0:
+            has_path = found.path not in ("", "/") or found.query or found.fragment
+            return text if has_path else text.rstrip("/") + OTLP_PATH
+    expected = f"expected a URL such as http://localhost:4318{OTLP_PATH}, got {text!r}"
+    raise argparse.ArgumentTypeError(expected)
+
+
+OTLP_PATH = "/v1/traces"
 SECONDS = number(float, 0, 1e9, "a number of seconds")
 PORT = number(int, 0, 65535, "a port from 0 to 65535")
 MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
@@ -147,7 +161,10 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         cli.flag_of("prefill_chunk", names="--prefill-step-size", metavar="TOKENS"),
         cli.flag_of("block_size"),
     ),
-    "metrics": cli.METRICS,
+    "metrics": (
+        *cli.METRICS,
+        ("--otlp-traces-endpoint", _collector, None, "URL", "send traces to a collector by OTLP"),
+    ),
     "compatibility with mlx_lm.server": (
         ("--prompt-cache-size", int, 10, "N", "0 turns the prefix cache off"),
         ("--prompt-cache-bytes", _size, None, "SIZE", "same as --kv-memory; may be e.g. 2GB"),

@@ -3,11 +3,13 @@
 import logging
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.server.computed import Computed
 from mlx_paged.server.log_format import REQUEST_ID, printable
 
 LOGGER = logging.getLogger(__name__)
@@ -21,12 +23,20 @@ POLLED = {"/health", "/ready", "/metrics", "/status", "/v1/cache"}
 
 @dataclass
 class Record:
-    """What is known of a request."""
+    """What is known of a request. Times are those of ``time.monotonic``."""
 
     id: str
+    path: str  # without the one under which a proxy serves
+    begun: float
+    ended: float = 0.0
+    computed: Computed | None = None  # if it came to a completion
     status: int = GONE
     reason: str = ""  # of a refusal or a failure
     parts: list[str] = field(default_factory=list)  # what else the line tells
+
+
+Observer = Callable[[Scope, Record], None]
+"""Is told of each request that has ended."""
 
 
 def record_of(scope: Scope) -> Record:
@@ -35,17 +45,18 @@ def record_of(scope: Scope) -> Record:
     return record
 
 
-def logged(inner: ASGIApp) -> ASGIApp:
+def logged(inner: ASGIApp, observers: Sequence[Observer] = ()) -> ASGIApp:
     """Middleware that gives each request its id, the client's own in `X-Request-Id` if it may be
-    one, and writes its line."""
+    one, writes its line, and tells the observers."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await inner(scope, receive, send)
             return
-        given, begun = Request(scope).headers.get("x-request-id", ""), time.monotonic()
+        given = Request(scope).headers.get("x-request-id", "")
         is_good = given.isascii() and given.isprintable() and 0 < len(given) <= LONGEST_ID
-        record = Record(given if is_good else uuid.uuid4().hex)
+        own_id = given if is_good else uuid.uuid4().hex
+        record = Record(own_id, scope["path"], time.monotonic())
         scope.setdefault("state", {})["record"] = record
         REQUEST_ID.set(record.id)  # each request has a task, and so a context, of its own
         names = (b"x-request-id", b"request-id")  # for clients of OpenAI and of Anthropic
@@ -63,10 +74,11 @@ def logged(inner: ASGIApp) -> ASGIApp:
             record.status = 500
             raise
         finally:
+            record.ended = time.monotonic()
             told = " ".join(record.reason.split()).partition(GOT)[0]
             reason = printable(told)[:500]
             parts = [reason] if reason else []
-            parts += [*record.parts, f"{time.monotonic() - begun:.3f} s", f"id {record.id}"]
+            parts += [*record.parts, f"{record.ended - record.begun:.3f} s", f"id {record.id}"]
             is_routine = scope["path"] in POLLED and record.status == 200
             level = logging.DEBUG if is_routine else logging.INFO
             LOGGER.log(
@@ -77,5 +89,7 @@ def logged(inner: ASGIApp) -> ASGIApp:
                 record.status,
                 ", ".join(parts),
             )
+            for observe in observers:
+                observe(scope, record)
 
     return answer

@@ -219,6 +219,8 @@ WORDS_OF_OTHERS = {
     *("gpu_memory_utilization", "enable_prefix_caching"),
     *("mul_mat", "GGML_NATIVE", "CMAKE_ARGS"),  # llama.cpp and its build
     *("OMP_WAIT_POLICY", "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"),
+    *("OTEL_SERVICE_NAME", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_TRACES_SAMPLER"),
+    *("OTEL_BSP_MAX_QUEUE_SIZE", "ANTHROPIC_API_KEY"),
     *("with_structured_output", "function_calling", "json_mode"),  # langchain
     *(
         "guided_grammar",
