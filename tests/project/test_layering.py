@@ -69,7 +69,15 @@ MAY_IMPORT = {
             *REQUESTS,
         )
     },
-    "adapters": {"arguments", "holdings", "options", "runner", "ops", "tensor_files"},
+    "adapters": {
+        "arguments",
+        "holdings",
+        "options",
+        "runner",
+        "ops",
+        "system_memory",
+        "tensor_files",
+    },
     "pressure": set[str](),
     "formats": {"chat", "outputs", "sampling_params"},
     "vision": {"arguments", "holdings", "chat", "cli", "prompt", "runner", "ops"},
