@@ -1,12 +1,12 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
-import signal
-import threading
+# The module `signal` looks each handler up in an enum.
+from _signal import getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import FrameType
+from signal import SIGINT
+from threading import current_thread, main_thread
 from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
@@ -316,7 +316,7 @@ class EngineCore(CacheControl, BeamCalls):
         """Compute one step; the next :meth:`step` returns its outputs."""
         if self._streams.dropped:
             self._streams.abort_dropped(self)
-        with deferred_interrupts():
+        with DeferredInterrupts():
             self._advance(ahead=self.lookahead and not self._beams)
 
     compute = exclusive_as("compute")(_compute)
@@ -367,7 +367,7 @@ class EngineCore(CacheControl, BeamCalls):
 
     def _settle(self) -> None:
         """Read the step under way, so that every token is known. Its outputs become `ready`."""
-        with deferred_interrupts():
+        with DeferredInterrupts():
             while self._pipeline.busy:
                 self._advance(ahead=False)
 
@@ -480,19 +480,18 @@ class EngineCore(CacheControl, BeamCalls):
         return search.result(completion, partial(self._outputs.text_of, keeps_space=keeps_space))
 
 
-@contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Hold back SIGINT until the end of this context, so that it cannot stop halfway. Only Python's
-    own handlers in the main thread can be held back: otherwise this does nothing."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(*caught[0])
+class DeferredInterrupts:
+    """A context that holds back SIGINT until its end, so that it cannot stop halfway. Only Python's
+    own handlers in the main thread can be held back: otherwise it does nothing."""
+
+    def __enter__(self) -> None:
+        self._caught: list[tuple[Any, ...]] = []
+        self._handler = getsignal(SIGINT) if current_thread() is main_thread() else None
+        if callable(self._handler):
+            signal(SIGINT, lambda *args: self._caught.append(args))
+
+    def __exit__(self, *exception: object) -> None:
+        if callable(self._handler):
+            signal(SIGINT, self._handler)
+            if self._caught:
+                self._handler(*self._caught[0])

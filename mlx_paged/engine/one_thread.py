@@ -48,11 +48,14 @@ def exclusive_as(call: str) -> Callable[[_Method], _Method]:
         @wraps(method)
         def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
             occupancy: Occupancy = self.occupancy
-            _refuse_others(occupancy, call)
+            allowed = None, threading.get_ident()
+            if occupancy.thread not in allowed:
+                raise _refusal(call)
             # Two threads that find it free at the same time enter one after the other. No
             # statement between the entry and `try` can be interrupted by Ctrl-C.
             with occupancy.lock:
-                _refuse_others(occupancy, call)  # a service may have come meanwhile
+                if occupancy.thread not in allowed:  # a service may have come meanwhile
+                    raise _refusal(call)
                 outer, occupancy.thread = occupancy.thread, threading.get_ident()
                 try:
                     return method(self, *args, **kwargs)
@@ -64,9 +67,8 @@ def exclusive_as(call: str) -> Callable[[_Method], _Method]:
     return decorate
 
 
-def _refuse_others(occupancy: Occupancy, call: str) -> None:
-    if occupancy.thread not in (None, threading.get_ident()):
-        raise RuntimeError(
-            f"[Engine] {call} is called while another thread uses the engine: "
-            "expected one thread at a time; an EngineService lets several threads share one"
-        )
+def _refusal(call: str) -> RuntimeError:
+    return RuntimeError(
+        f"[Engine] {call} is called while another thread uses the engine: "
+        "expected one thread at a time; an EngineService lets several threads share one"
+    )

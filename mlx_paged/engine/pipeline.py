@@ -199,13 +199,13 @@ class StepPipeline(Generic[LaunchedT]):
             result.fault = Fault(step.everyone, error)
             return None
         launched_at = self._now()
-        self._scheduler.begun(launched.report)
-        committed_at = self._now()
+        report = launched.report
+        self._scheduler.begun(report)
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
-        ended, report = self._now(), launched.report
-        report.launch_seconds = launched_at - scheduled + ended - committed_at
-        report.commit_seconds = committed_at - launched_at
+        ended = self._now()
+        report.launch_seconds = launched_at - scheduled
+        report.commit_seconds = ended - launched_at
         result.launched.append(report)
         for see in self.observers.launched:
             see(launched)
@@ -222,19 +222,20 @@ class StepPipeline(Generic[LaunchedT]):
             later += result.fault.requests if result.fault else []  # of a launch that failed
             result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
             return
-        report.wait_seconds = self._now() - started
+        waited = self._now()
+        report.wait_seconds = waited - started
         report.seconds = current.seconds + rest_seconds + report.wait_seconds
         result.report = report
-        settling = self._now()
-        try:
-            self._put(current.copies)
-        except Exception as error:  # of the copies; the step itself is right
-            later = self._under_way.step.everyone if self._under_way else []
-            result.fault = result.fault or Fault(later, error)
+        if current.copies:
+            try:
+                self._put(current.copies)
+            except Exception as error:  # of the copies; the step itself is right
+                later = self._under_way.step.everyone if self._under_way else []
+                result.fault = result.fault or Fault(later, error)
         self._scheduler.settle(report)
         if self._scheduler.gives_several:
             self._last = {choice.request.id: choice for choice in report.choices}
-        report.settle_seconds = self._now() - settling
+        report.settle_seconds = self._now() - waited
         for see in self.observers.settled:
             see(launched)
 

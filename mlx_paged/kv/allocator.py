@@ -218,7 +218,7 @@ class BlockAllocator:
         """Call :meth:`make_writable` and :meth:`advance` for one position of each sequence, all of
         them different. Returns the copies, and the moves; None: the model has no states. Raises
         OutOfBlocksError, and changes nothing, unless each may get a new entry."""
-        self.store.require(self.blocks_to_append(len(seq_ids)))
+        self.store.require(len(seq_ids) * self._width)
         copies: list[BlockCopy] = []
         rows, columns = list[int](), list[int]()
         sequences, size = self._sequences, self.block_size

@@ -105,7 +105,7 @@ class BlockStore:
 
     @property
     def blocks_in_use(self) -> int:
-        return len(self.counts) - self.num_available
+        return len(self.counts) - len(self.free) - self.num_idle
 
     def tables(self, entries: Int32Array, group: int) -> Int32Array:
         """The pool's blocks of tables of entries ``[R, M]`` for each member of the group:
@@ -177,7 +177,8 @@ class BlockStore:
 
     def require(self, needed: int, available: int | None = None) -> None:
         """Raise OutOfBlocksError if `needed` exceeds `available`, by default `num_available`."""
-        available = self.num_available if available is None else available
+        if available is None:
+            available = len(self.free) + self.num_idle
         if needed > available:
             raise OutOfBlocksError(needed, available)
 
@@ -231,6 +232,8 @@ class BlockStore:
 
     def copies_done(self) -> None:
         """No copy is pending any more."""
+        if not self.origins:
+            return
         pending, self.origins = self.origins, {}
         self._settle([entry for entry in pending if self.counts[entry] == 0])
 

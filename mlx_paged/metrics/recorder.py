@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Span, Step, StepReport, StepResult
+from mlx_paged.scheduler.step import Span, StepReport, StepResult
 
 LOGGER = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class GcPauses:
         self._started: float | None = None
 
     def watch(self) -> None:
-        self.close()
         self._thread, self._started = threading.get_ident(), None
-        gc.callbacks.append(self._note)
+        if self._note not in gc.callbacks:
+            gc.callbacks.append(self._note)
 
     def close(self) -> None:
         if self._note in gc.callbacks:
@@ -129,9 +129,6 @@ class Reads(NamedTuple):
     blocks: int  # that hold these bytes, counted for each sequence
 
 
-FEW_SPANS = 8  # up to so many, a loop takes less time than arrays
-
-
 class KVReads:
     """Computes how much K/V attention must read. Each layer has a window (None: none, 0: it stores
     nothing) and the bytes of one token's K/V in it."""
@@ -146,20 +143,16 @@ class KVReads:
         self._is_limited = None not in stored  # every layer has a window
         self._windows, self._bytes = np.array(limited, np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
         self._block_size = block_size
-        self._sizes = block_size, STOCK_GROWTH
 
     def of(self, spans: Sequence[Span]) -> Reads:
         """What a step with these spans reads."""
-        stops = [span.stop for span in spans]
-        tokens = sum(stops)
-        if len(stops) > FEW_SPANS:
-            sizes = np.array(self._sizes)[:, None]
-            pieces = (np.array(stops, np.int64) + (sizes - 1)) // sizes
-            blocks, stock_steps = np.add.reduce(pieces, axis=1).tolist()
-        else:
-            blocks, stock_steps = (
-                sum([-(-stop // size) for stop in stops]) for size in self._sizes
-            )
+        tokens = longest = blocks = stock_steps = 0
+        for span in spans:
+            stop = span.stop
+            tokens += stop
+            longest = max(longest, stop)
+            blocks += -(-stop // self._block_size)
+            stock_steps += -(-stop // STOCK_GROWTH)
         kv_bytes = tokens * self._token_bytes
         if self._windows.size:
             starts = np.array([span.start for span in spans], np.int64)
@@ -168,7 +161,7 @@ class KVReads:
             if self._is_limited:
                 blocks -= int((unseen[-1] // self._block_size).sum())  # of the widest window
         blocks = blocks if self._token_bytes else 0
-        return Reads(len(stops), tokens, max(stops, default=0), stock_steps, kv_bytes, blocks)
+        return Reads(len(spans), tokens, longest, stock_steps, kv_bytes, blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +243,12 @@ class TickRecorder:
         tick.schedule_ms += 1000 * report.commit_seconds
         tick.launched_prefill_tokens += report.step.prompt_tokens
         stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, report.blocks_in_use)
-        if self._unseen:
-            self._note_kinds(report.step)
+        work, copies = report.step.work, report.step.copies
+        rows, tokens = work.decode_rows, work.chunk_tokens
+        for kind, is_done in (("decode", rows), ("chunk", tokens), ("copy", copies)):
+            if is_done and kind in self._unseen:
+                self._unseen.remove(kind)
+                self._has_new = True
 
     def end(self, result: StepResult) -> None:
         """Call after the engine advanced."""
@@ -327,14 +324,3 @@ class TickRecorder:
         stats.prefix_hit_tokens = levels.prefix_hit_tokens
         for name, value in levels.reported.items():
             setattr(stats, name, value)
-
-    def _note_kinds(self, step: Step) -> None:
-        """Note whether a step does a kind of work that no step before did."""
-        work = {
-            "decode": step.work.decode_rows,
-            "chunk": step.work.chunk_tokens,
-            "copy": step.copies,
-        }
-        new = {kind for kind in self._unseen if work[kind]}
-        self._unseen -= new
-        self._has_new |= bool(new)

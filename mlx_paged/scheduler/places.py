@@ -154,6 +154,28 @@ class Places:
 
     # What they hold
 
+    def _fork_samples(self, request: Request, num_computed: int) -> tuple[Request, ...]:
+        """The other samples of a prompt, on its blocks, which hold `num_computed` tokens."""
+        forks = tuple(fork for fork in request.samples if not fork.finish_reason)
+        request.samples = []
+        for fork in forks:
+            fork.prompt_logprobs = request.prompt_logprobs
+            self._share(request, fork, num_computed)
+        return forks
+
+    def _hand_over_samples(self, request: Request) -> None:
+        """The first sample of a prompt ends before the others forked: the next one replaces it."""
+        alive = [sample for sample in request.samples if not sample.finish_reason]
+        request.samples = []
+        if not alive:
+            return
+        next_sample, *next_sample.samples = alive
+        next_sample.prompt_logprobs = request.prompt_logprobs
+        if request.id in self.running:
+            self._share(request, next_sample, request.num_computed)
+        else:
+            self.waiting.push(next_sample)
+
     def _share(self, parent: Request, child: Request, num_computed: int) -> None:
         """Run or park a child on the blocks of its parent, of which `num_computed` tokens count."""
         self.progress.fork(parent, child, num_computed)

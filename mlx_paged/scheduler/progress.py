@@ -11,7 +11,7 @@ from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.state_kind import ReadAndLeft
 from mlx_paged.request import Request
-from mlx_paged.scheduler.step import SampledToken, Span, Step, StepReport, StepWork
+from mlx_paged.scheduler.step import NO_WORK, SampledToken, Span, Step, StepReport, StepWork
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities, the likeliest ones first."""
@@ -24,7 +24,7 @@ class Planning:
     spans: list[Span] = field(default_factory=list)
     loads: list[BlockTransfer] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    work: StepWork = field(default_factory=StepWork)  # of the spans
+    work: StepWork = NO_WORK  # of the spans
     prompt_tokens: int = 0
     is_plain: bool = True
     extra_seconds: float = 0.0
@@ -57,21 +57,22 @@ class Planning:
     ) -> None:
         """Compute the last token of each request and sample the next one. `moves` are those of the
         requests' recurrent states; None: the model has none."""
-        stops = [position + 1 for position in positions]
-        self.requests.update([request.id for request in requests])
-        ends = zip(requests, stops, strict=True)
-        self.prompt_tokens += sum([stop <= request.num_prompt for request, stop in ends])
-        rows, context = len(stops), sum(stops)
-        if moves is None:
-            self.spans += map(Span, requests, positions, stops, repeat(True))
-        else:
-            for request, position, (reads, leaves) in zip(requests, positions, moves, strict=True):
-                first, stored = reads.position, position - reads.position
-                of_states = stored, reads.id, leaves
-                self.spans.append(Span(request, first, position + 1, True, (), (), *of_states))
-                if stored:
-                    _, _, more, of_more = StepWork.chunk(first, stored)
-                    rows, context = rows + more, context + of_more
+        rows, context = len(positions), 0
+        for index, (request, position) in enumerate(zip(requests, positions, strict=True)):
+            stop = position + 1
+            context += stop
+            self.requests.add(request.id)
+            self.prompt_tokens += stop <= request.num_prompt
+            if moves is None:
+                self.spans.append(Span(request, position, stop, 1))
+                continue
+            reads, leaves = moves[index]
+            stored = position - reads.position
+            of_states = stored, reads.id, leaves
+            self.spans.append(Span(request, reads.position, stop, 1, (), (), *of_states))
+            if stored:
+                _, _, more, of_more = StepWork.chunk(reads.position, stored)
+                rows, context = rows + more, context + of_more
         before, context_before, *of_chunks = self.work
         self.work = StepWork(before + rows, context_before + context, *of_chunks)
 
@@ -185,7 +186,11 @@ class Progress:
         else:
             for request in _choosing(step):
                 request.num_in_flight -= 1
-        report.choices = [each for each in report.choices if not each.request.finish_reason]
+        kept = list[SampledToken]()
+        for choice in report.choices:
+            if not choice.request.finish_reason:
+                kept.append(choice)
+        report.choices = kept
         if foreseen:
             self._foreseen, ids = [], {request.id for request in foreseen}
             for request in foreseen:
@@ -243,8 +248,9 @@ def append_token(choice: SampledToken) -> TopLogprobs:
         )
     request.tokens.append(choice.token)
     request.logprobs.append(choice.logprob)
-    top = choice.top[: request.params.logprobs] if choice.top else ()
-    top = tuple(pair for pair in top if pair[1] > -math.inf)
+    if not choice.top:
+        return ()
+    top = tuple(p for p in choice.top[: request.params.logprobs] if p[1] > -math.inf)
     if top:
         request.top_logprobs.append(top)
     return top

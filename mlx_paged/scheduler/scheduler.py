@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 from mlx_paged.holdings import Holding
@@ -23,6 +23,8 @@ from mlx_paged.scheduler.turns import Turn, is_overtaken
 
 REGAIN = 1 / 64
 """By how much a step raises the number of requests that may run, after the device has failed."""
+
+ID, NUM_COMPUTED, SAMPLES = map(attrgetter, ("id", "num_computed", "samples"))
 
 PredictSeconds = Callable[[int, int], float]  # of a prompt's tokens ``[start, stop)``
 
@@ -148,7 +150,9 @@ class Scheduler(Places):
         """Register the blocks that the step filled, as far as their tokens are known. Their K/V is
         in the pool before any later step reads it."""
         size = self.allocator.block_size
-        for span in [s for s in step.spans if s.samples > 1 or s.stop % size < s.stop - s.start]:
+        for span in step.spans:
+            if span.samples <= 1 and span.stop % size >= span.stop - span.start:
+                continue  # it fills no block
             request, stop = span.request, span.own_stop
             if request.id not in self.allocator:
                 continue
@@ -188,7 +192,7 @@ class Scheduler(Places):
         return self.allocator.take_rested()
 
     def copies_done(self) -> None:
-        """The copies of the step that was planned have begun, or never will."""
+        """Note that the copies of the planned step have begun, or never will."""
         self.allocator.store.copies_done()
 
     def discard(self, request: Request) -> None:
@@ -337,14 +341,15 @@ class Scheduler(Places):
         return len(prompts) > len(planning.prompts) or self.num_preemptions > num_preemptions
 
     def _schedule_decodes(self, planning: Planning, decodes: list[Request]) -> None:
-        if not any([request.samples for request in decodes]):
-            positions = [request.num_computed for request in decodes]
-            with suppress(OutOfBlocksError):
-                ids = [request.id for request in decodes]
-                copies, moves = self.allocator.append_each(ids, positions)
+        """Compute the last token of each request, together unless one forks or blocks are short."""
+        if not any(map(SAMPLES, decodes)):
+            positions = list(map(NUM_COMPUTED, decodes))
+            try:
+                copies, moves = self.allocator.append_each(list(map(ID, decodes)), positions)
                 planning.copies += copies
-                planning.add_decodes(decodes, positions, moves)
-                return
+                return planning.add_decodes(decodes, positions, moves)
+            except OutOfBlocksError:
+                pass  # the loop below makes room
         for request in decodes:
             if request.id in self.running:  # not preempted by an earlier one
                 self._schedule(planning, request, 1)
@@ -432,15 +437,6 @@ class Scheduler(Places):
         forks = self._fork_samples(request, stop) if samples and request.samples else ()
         planning.add(Span.of(request, start, stop, samples, move, forks))
 
-    def _fork_samples(self, request: Request, num_computed: int) -> tuple[Request, ...]:
-        """The other samples of a prompt, on its blocks, which hold `num_computed` tokens."""
-        forks = tuple(fork for fork in request.samples if not fork.finish_reason)
-        request.samples = []
-        for fork in forks:
-            fork.prompt_logprobs = request.prompt_logprobs
-            self._share(request, fork, num_computed)
-        return forks
-
     def _schedule_isolated(self, planning: Planning) -> None:
         request = next(iter(self._isolated.values()))
         if request.is_exhausted:
@@ -468,19 +464,6 @@ class Scheduler(Places):
         if not has_room or not self._may_start(planning, request):
             return False
         return self._enter(planning, request, self._spare_blocks(request) + spare)
-
-    def _hand_over_samples(self, request: Request) -> None:
-        """The first sample of a prompt ends before the others forked: the next one replaces it."""
-        alive = [sample for sample in request.samples if not sample.finish_reason]
-        request.samples = []
-        if not alive:
-            return
-        next_sample, *next_sample.samples = alive
-        next_sample.prompt_logprobs = request.prompt_logprobs
-        if request.id in self.running:
-            self._share(request, next_sample, request.num_computed)
-        else:
-            self.waiting.push(next_sample)
 
 
 def _sort_by_pending(

@@ -27,6 +27,9 @@ class StepWork(NamedTuple):
         return StepWork(*map(add, self, other))
 
 
+NO_WORK = StepWork()
+
+
 @dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
 class Span:
     """Token positions ``[start, stop)`` of one request that a step computes. None of its fields
@@ -116,7 +119,7 @@ class Step:
     released: Sequence[int] = ()
     # Ids of recurrent states that are only kept for later prompts from now on.
     rested: Sequence[int] = ()
-    work: StepWork = field(default_factory=StepWork)  # of its spans
+    work: StepWork = NO_WORK  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
     is_plain: bool = False  # whether each span chooses one token of its request
     extra_seconds: float = 0.0  # of its planning that are not the scheduler's own

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, FinishReason
-from mlx_paged.engine.core import deferred_interrupts
+from mlx_paged.engine.core import DeferredInterrupts
 from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 RNG = np.random.default_rng(3)
@@ -332,7 +332,7 @@ def test_ctrl_c_in_generate_takes_back_its_prompts_only(engine, expected, monkey
 
 
 def test_interrupts_are_deferred_only_where_that_means_something():
-    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
+    with pytest.raises(KeyboardInterrupt), DeferredInterrupts():
         signal.raise_signal(signal.SIGINT)
         reached = True
     assert reached
@@ -340,7 +340,7 @@ def test_interrupts_are_deferred_only_where_that_means_something():
 
     def elsewhere() -> None:
         try:
-            with deferred_interrupts():
+            with DeferredInterrupts():
                 pass
         except BaseException as error:
             failures.append(error)
@@ -351,7 +351,7 @@ def test_interrupts_are_deferred_only_where_that_means_something():
     assert not failures
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with deferred_interrupts():
+        with DeferredInterrupts():
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
