@@ -24,7 +24,8 @@ settings.register_profile("no deadline", deadline=None)  # a busy machine is no 
 settings.load_profile("no deadline")
 
 
-MANY, OF_MANY = 4, 4
+MANY, OF_MANY = 4, 6
+HEAVY_PART = 20
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,11 +47,12 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases of tests that are marked ``sampled(n)``, as `--cases` says. The sample has one
-    case in n, rounded down: a test with one case is not in it, nor is one that is marked ``slow``.
-    Of a test without a mark that has more than `MANY` cases one in `OF_MANY` is in the sample; all
-    are of tests of the project and of a real model.
+    case in n, rounded down: a test with one case is not in it, nor is one that is marked ``slow``
+    or ``heavy``. Of a test without a mark that has more than `MANY` cases at most one in `OF_MANY`
+    is in the sample; all are of tests of the project and of a real model.
     "others" are the cases that the sample lacks. Of these, `--one-in` N runs all cases of a test or
-    none. A test that the command line names by ``::`` runs with all its cases."""
+    none; of tests marked ``heavy`` it takes one in N / `HEAVY_PART`. A test that the command line
+    names by ``::`` runs with all its cases."""
     for item in items:
         if " at 0x" in item.nodeid:  # the address differs between the workers of pytest-xdist
             raise pytest.UsageError(f"{item.nodeid}: expected an id without an address")
@@ -62,18 +64,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         matrices[item.nodeid.partition("[")[0]].append(item)
     kept = set[pytest.Item]()
     for name, cases in matrices.items():
-        if Random(config.getoption("--seed") + name).randrange(one_in):
+        is_heavy = cases[0].get_closest_marker("heavy") is not None
+        part = max(1, one_in // HEAVY_PART) if is_heavy else one_in
+        if Random(config.getoption("--seed") + name).randrange(part):
             continue
         marks = [*cases[0].iter_markers("sampled")]
         if len(marks) > 1:
             raise pytest.UsageError(f"{name} is sampled twice: only the nearest mark would count")
         sample = cases
-        if cases[0].get_closest_marker("slow"):
+        if is_heavy or cases[0].get_closest_marker("slow"):
             sample = []
         elif marks:
             sample = Random(name).sample(cases, len(cases) // marks[0].args[0])
         elif len(cases) > MANY and not name.startswith(("tests/project/", "tests/real_model/")):
-            sample = Random(name).sample(cases, len(cases) // OF_MANY)
+            sample = Random(name).sample(cases, max(1, len(cases) // OF_MANY))
         kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -46,6 +46,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
     return calls
 
 
+@pytest.mark.heavy
 def test_the_device_is_asked_once_for_each_kind_of_call(monkeypatch, asked_again):
     half = HalfModel("llama", num_hidden_layers=2)
     RefusingGPU(monkeypatch)

@@ -56,6 +56,7 @@ def pipelines(call: dict[str, Any]) -> set[str]:
     return {launch["pipeline"] for launch in call["launches"]}
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("block_size", [8, 16, 512], ids="S{}".format)
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])

@@ -28,6 +28,7 @@ def test_a_thought_is_left_out_after_the_next_question():
     assert first.known == 0 and tokenizer.decode(first.answer).startswith("<think>")
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["lfm2", "nemotron_h"])
 def test_recurrent_layers_reuse_what_attention_does(model, capsys, monkeypatch):
@@ -45,6 +46,7 @@ def test_few_snapshots_are_those_that_count(capsys):
     assert result["snapshots"] == 12 and result["reuse_ratio"] >= 0.95
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_prompt_that_changes_reuses_what_comes_before(model, capsys, monkeypatch):

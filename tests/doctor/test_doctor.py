@@ -50,6 +50,7 @@ def few_checks(monkeypatch) -> dict:
 
 
 class TestQuickRun:
+    @pytest.mark.heavy
     def test_all_is_right_and_stderr_has_what_common_models_need_first(self, quick):
         assert quick.status == 0
         heads = [line for line in quick.err.splitlines() if not line.startswith(" ")]

@@ -231,6 +231,7 @@ class TestProcesses:
         found = run_check(Findings("order"), lambda found, quick: saved.wait(TIMEOUT), True, save)
         assert saved.is_set() and found.ok and not unheard
 
+    @pytest.mark.heavy
     def test_a_process_gets_its_variables_and_its_answer_is_read(self):
         found = apart.found_apart(Findings("machine"), True, MLX_PAGED_ATTENTION="gather")
         assert "gathered blocks, MLX's attention" in found.numbers["attention"]

@@ -197,6 +197,7 @@ class TestFlushedNumbers:
         result = right(flushed(q), k, v, *rest, **options)
         return (flushed(result[0]), result[1]) if isinstance(result, tuple) else flushed(result)
 
+    @pytest.mark.heavy
     def test_outputs_and_inputs_pass_and_the_page_says_so(self, monkeypatch):
         plant(monkeypatch, "paged_attention", self.attend)
         variants = [v for v in OF_EACH_KIND if v.op == "attention" and v.heads == "d64"]
@@ -207,6 +208,7 @@ class TestFlushedNumbers:
         expected = f"{count} subnormal outputs of mlx.core.float16 are zeros: this device flushes"
         assert count > 100 and expected in found.text()
 
+    @pytest.mark.heavy
     def test_in_the_emulator(self, monkeypatch):
         runner = MetalRunner()
         runner.install(monkeypatch)
@@ -242,6 +244,7 @@ class TestEveryKind:
         assert {variant.kind for variant in OF_EACH_KIND} == {*KINDS}
         assert {variant.option for variant in OF_EACH_KIND} == {*OPTIONS}
 
+    @pytest.mark.heavy
     def test_the_simplest_forms_are_planned_for_their_variants_alone(self):
         for variant in VARIANTS:
             if variant.is_simplest or variant.heads == "d64":
@@ -253,6 +256,7 @@ class TestEveryKind:
                     [kernel] = planned
                     assert "_r1_" in kernel, variant.name
 
+    @pytest.mark.heavy
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize("planted", ["rounding", "tables"])
     def test_of_attention(self, planted, monkeypatch):
@@ -450,6 +454,7 @@ class TestWrongKernels:
         kernels.compare([DECODE] * 20 + copy, found)
         assert found.numbers["run"] == 1 and found.num_wrong == 0
 
+    @pytest.mark.heavy
     def test_each_kind_is_judged_in_a_process_of_its_own(self, monkeypatch):
         """What happens to the others changes nothing."""
         real = subprocess.run

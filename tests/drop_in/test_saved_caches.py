@@ -84,6 +84,7 @@ def test_what_one_process_saved_another_continues(runs, saver, loader):
     assert len(set(map(tuple, expected.values()))) == len(MODELS)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("model_type", MODELS)
 def test_files_name_mlx_lms_classes_and_have_its_arrays(runs, model_type):
     def layout(saver: str):

@@ -36,6 +36,7 @@ def ids(kind: str, content: bytes) -> list[int]:
     return [by_bytes[bytes([byte])] for byte in content]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", KINDS)
 def test_2000_random_texts_are_those_of_decode(kind):
     tokenizer = tokenizer_of(kind)

@@ -99,6 +99,7 @@ def test_a_decode_of_one_layer_holds_what_the_budget_says(kv_bits, num_rows, con
     assert 0.1 * found.of_chunk < found.chunk <= found.of_chunk
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kv_bits", [None, 8, 6, 4])
 @pytest.mark.parametrize("groups", [1, 2, 8])
@@ -121,6 +122,7 @@ def test_windows_latents_sinks_and_recurrent_layers_hold_no_more(name):
     assert 0.05 * found.of_chunk < found.chunk <= found.of_chunk
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kv_bits", [None, 4])
 def test_many_rows_are_gathered_some_after_the_others(monkeypatch, kv_bits):
     """The number of rows does not bound what is held then."""

@@ -143,6 +143,7 @@ def test_a_write_by_elements_leaves_the_budget_as_it_is(monkeypatch):
     assert budgets[0] == budgets[1] and budgets[1].gathered == 0
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_bits", [8, 6, 4])
 def test_quantized_writes_may_be_refused(kv_bits, monkeypatch):
@@ -156,6 +157,7 @@ def test_quantized_writes_may_be_refused(kv_bits, monkeypatch):
     assert not any(name.startswith(("write_quantized", "quantize")) for name in names)
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv_bits", [8, 6, 4])
 def test_quantized_writes_have_a_simplest_form(kv_bits, monkeypatch):
@@ -167,6 +169,7 @@ def test_quantized_writes_have_a_simplest_form(kv_bits, monkeypatch):
     assert any(name.startswith("quantize_elements") for name in gpu.runner.trace.kernels)
 
 
+@pytest.mark.heavy
 def test_latent_writes_may_be_refused(monkeypatch):
     half = HalfModel("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=2)
     RefusingGPU(monkeypatch, *NO_WRITE)
@@ -184,6 +187,7 @@ def test_a_variable_switches_all_kernels_off(monkeypatch):
     assert ops.kernel_for() == "reference"
 
 
+@pytest.mark.heavy
 def test_gathering_compiles_no_attention(monkeypatch):
     half = HalfModel("llama", num_hidden_layers=2)
     kinds = probe(half.model).attentions

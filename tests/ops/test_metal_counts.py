@@ -89,6 +89,7 @@ def registers(dtype: mx.Dtype, head_dim: int) -> int:
     return code.registers
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bfloat16_takes_few_more_registers_than_float16(head_dim: int) -> None:

@@ -82,6 +82,7 @@ def assert_matches_float64(metal: MetalRunner, case: Case) -> None:
 
 
 class TestAttention:
+    @pytest.mark.heavy
     @pytest.mark.sampled(12)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("block_size", [3, 8, 16, 32], ids="S{}".format)

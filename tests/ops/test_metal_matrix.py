@@ -122,6 +122,7 @@ class TestOneLength:
     def test_options(self, metal, option, num_tokens):
         assert_matches_float64(metal, by_matrices([1, 45, 0, 17], num_tokens, options=[option]))
 
+    @pytest.mark.heavy
     @pytest.mark.sampled(20)
     @pytest.mark.parametrize("contexts", [[1300], [600, 3, 1100]], ids=["one", "several"])
     @pytest.mark.parametrize("options", [(), ("sinks",), ("window_750",), ("non_causal",)], ids=str)
@@ -287,6 +288,7 @@ class TestDifferentLengths:
 
 
 class TestNonfinite:
+    @pytest.mark.heavy
     @pytest.mark.sampled(11)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize("option", [(), ("window_21",)], ids=str)
@@ -321,6 +323,7 @@ class TestNonfinite:
         assert {*np.isfinite(want).all(axis=(0, 1, 2))} == {True, False}
         assert_same(run(any_metal, case), want, 2 * TOLERANCE[dtype])
 
+    @pytest.mark.heavy
     @pytest.mark.sampled(4)
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_latents_that_some_rows_of_a_tile_see(self, any_metal, value):

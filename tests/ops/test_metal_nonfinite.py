@@ -110,6 +110,7 @@ def assert_matches(metal: MetalRunner, case: Case, *, as_cpu: bool = False) -> N
 
 
 class TestPoison:
+    @pytest.mark.heavy
     @pytest.mark.sampled(4)
     @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)

@@ -64,6 +64,7 @@ def assert_written_as_on_the_cpu(rows, kv_bits, layout="NHSD", slots=SLOTS, mode
         np.testing.assert_array_equal(np.array(mine), np.array(expected))
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(15)
 @every_format
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
@@ -238,6 +239,7 @@ def test_reads_with_options(kv_bits, num_tokens, options):
     assert_like_float64(kv_bits, *case, kernel or "paged_attention")
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(16)
 @every_format
 @pytest.mark.parametrize("spoil", [hide_blocks, leave_range])

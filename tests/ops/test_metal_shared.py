@@ -80,6 +80,7 @@ def few(contexts: list[int], **sizes: Any) -> Case:
 
 
 class TestTrees:
+    @pytest.mark.heavy
     @pytest.mark.sampled(20)
     @pytest.mark.parametrize("seed", range(40))
     def test_random_ones(self, seed):
@@ -103,6 +104,7 @@ class TestTrees:
             case, prefixes = with_padding(case, prefixes, int(rng.integers(1, 4)))
         assert_matches_float64(metal, case, prefixes)
 
+    @pytest.mark.heavy
     @pytest.mark.sampled(7)
     @pytest.mark.parametrize("common", [48, 64, 240, 256, 272, 304, 320, 512, 528, 576])
     def test_ends_of_splits(self, metal, common):
@@ -161,6 +163,7 @@ class TestTrees:
         assert len(set(prefixes[1].tolist())) > 2
         assert_matches_float64(metal, case, prefixes)
 
+    @pytest.mark.heavy
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize("kv_bits", [8, 4])
     def test_quantized_pools(self, metal, kv_bits):
@@ -171,6 +174,7 @@ class TestTrees:
         expected = replace(expected, block_tables=case.block_tables)
         assert_matches_float64(metal, case, prefixes, expected)
 
+    @pytest.mark.heavy
     def test_latents(self, metal):
         case = latent_case([900, 700, 650], 64, 16, num_heads=4, dtype=mx.bfloat16, seed=2)
         prefixes = same_first_blocks(case, 37)
@@ -214,6 +218,7 @@ class TestWhatIsRead:
         assert asked[0] == common * 32 * 2
         assert asked[1] <= 8 * 64 * 32 * 2
 
+    @pytest.mark.heavy
     @pytest.mark.parametrize(
         "prefixes",
         [

@@ -135,6 +135,7 @@ class TestWrites:
 
 
 class TestAttention:
+    @pytest.mark.heavy
     @pytest.mark.sampled(12)
     @MODES
     @pytest.mark.parametrize("group", [1, 4, 8])
@@ -163,6 +164,7 @@ class TestAttention:
         assert kernel.startswith("paged_attention_") and kernel.endswith("_r1_s4")
         assert worst_error(out, case.expected()[0]) < TOLERANCE[dtype]
 
+    @pytest.mark.heavy
     @MODES
     @pytest.mark.parametrize("group", [1, 4])
     @pytest.mark.parametrize("num_decodes", [0, 2])
@@ -199,6 +201,7 @@ class TestRefusals:
         assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
         return list(gpu.runner.trace.kernels)
 
+    @pytest.mark.heavy
     def test_a_split_that_is_refused_is_not_split(self, monkeypatch, caplog):
         gpu = RefusingGPU(monkeypatch)
         wanted = self.attend(gpu, [700, 3])

@@ -51,6 +51,7 @@ def test_a_lane_holds_at_most_20_elements_of_a_key_or_value(head_dim, v_head_dim
     assert 4 <= lines[VALUES].load_instructions <= 4 * 5
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("group", "dim"), [(1, 64), (4, 64), (2, 128), (4, 128), (1, 256), (2, 256), (1, 512)]
@@ -69,6 +70,7 @@ def test_a_threadgroup_waits_after_its_queries_and_before_it_merges(sequences, g
     assert stats.threadgroup_bytes == queries + max(weights, outputs) + sums + no_scales
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("group", "head_dim", "most"), [(4, 128, 96), (1, 128, 32), (4, 64, 48), (2, 256, 170)]

@@ -237,6 +237,7 @@ WRITES_OF_STEPS = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("code", WRITES_OF_STEPS.values(), ids=WRITES_OF_STEPS)
 def test_a_planted_write_of_a_step_is_found(package, code):
     """So it is in a method of a span itself."""
@@ -276,6 +277,7 @@ def test_a_record_that_is_too_high_is_a_problem():
     assert "write the lower number" in problem
 
 
+@pytest.mark.heavy
 def test_the_script_prints_the_numbers(capsys):
     main(["--files"])
     lines = capsys.readouterr().out.splitlines()

@@ -35,6 +35,7 @@ def test_the_answers_are_answers(answers, prompts):
     assert sum(map(len, answers)) > 1000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_mlx_lms(engine_of, prompts, answers, name):
     engine = engine_of(**SETTINGS[name])

@@ -48,6 +48,7 @@ def grammars(trials):
     return compiler.Grammars(demo()[1], None)
 
 
+@pytest.mark.heavy
 def test_endless_sources_are_refused_and_cost_this_process_nothing(grammars):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     sources = [SamplingParams(**each) for each in ENDLESS.values()]
@@ -112,6 +113,7 @@ def test_a_process_that_was_ended_is_replaced(grammars, trials):
     assert grammars.compile(SamplingParams(regex="ab"))
 
 
+@pytest.mark.heavy
 def test_the_server_refuses_them_by_field_and_tells_when_it_is_busy(trials, monkeypatch):
     with live() as server:
         body = {"prompt": "a", "max_tokens": 2}
