@@ -7,6 +7,7 @@ MLX's own kernels.
 
 Linear layers, plain and quantized, are one op each (docs/cpu-linear.md). MLX computes products with
 quantized or 16-bit weights on one thread, and a linear layer is up to five nodes of its graph.
+:mod:`mlx_paged.ops.cpu_recurrent` has the functions of recurrent layers.
 """
 
 import os
@@ -22,6 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations, switch_layers
 
 from mlx_paged import _ext
+from mlx_paged.ops.cpu_recurrent import KNOWN, Known, functions_of
 
 Layer = Callable[..., mx.array]
 
@@ -90,6 +92,7 @@ class CPULayers:
             module = sys.modules.get(name)
             if getattr(module, "swiglu", None) is mlx_swiglu:
                 self._attributes.append(Attribute(module, "swiglu", mlx_swiglu, _swiglu))
+        self._attributes += [_known[known] for known in functions_of(model)]
 
     @contextmanager
     def diverted(self) -> Iterator[None]:
@@ -242,6 +245,17 @@ _fused: dict[type[nn.Module], Layer] = {
     switch_layers.SwitchLinear: _switch_linear,
     switch_layers.QuantizedSwitchLinear: _quantized_switch_linear,
 }
+
+
+def _attribute_of(known: Known) -> Attribute:
+    def call(*args: Any, **options: Any) -> Any:
+        function = known.replaced if get_ident() in _inside else known.original
+        return function(*args, **options)
+
+    return Attribute(known.owner, known.name, known.original, call)
+
+
+_known = {known: _attribute_of(known) for known in KNOWN}
 
 
 def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array, ...]:
