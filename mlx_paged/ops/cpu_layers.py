@@ -13,7 +13,7 @@ quantized or 16-bit weights on one thread, and a linear layer is up to five node
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
@@ -26,6 +26,9 @@ from mlx_paged import _ext
 from mlx_paged.ops.cpu_recurrent import KNOWN, Known, functions_of
 
 Layer = Callable[..., mx.array]
+
+UNCHANGED: AbstractContextManager[None] = nullcontext()
+"""A context in which MLX's functions stay."""
 
 _DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
 
@@ -94,13 +97,13 @@ class CPULayers:
                 self._attributes.append(Attribute(module, "swiglu", mlx_swiglu, _swiglu))
         self._attributes += [_known[known] for known in functions_of(model)]
 
-    @contextmanager
-    def diverted(self) -> Iterator[None]:
-        """Use the fused kernels for this thread's calls within the context, if its device is a CPU.
+    def diverted(self) -> AbstractContextManager[None]:
+        """A context that uses the fused kernels for this thread's calls, if its device is a CPU.
         Contexts may nest, and overlap in several threads; the last one restores MLX's functions."""
-        if mx.default_device() != mx.cpu:
-            yield
-            return
+        return self._diverted() if mx.default_device() == mx.cpu else UNCHANGED
+
+    @contextmanager
+    def _diverted(self) -> Iterator[None]:
         thread = get_ident()
         with _lock:
             _inside.setdefault(thread, []).append(self)
