@@ -26,6 +26,7 @@ TESTS = (
     "tests/ops/test_cpu_likeliest.py",
     "tests/ops/test_cpu_layer_transforms.py",
     "tests/ops/test_cpu_linear.py",
+    "tests/ops/test_cpu_recurrent.py",
 )
 SUPPRESSIONS = ROOT / "scripts" / "sanitize_thread.supp"
 
