@@ -215,7 +215,6 @@ NB_MODULE(_ext, m) {
   m.attr("BUILT_WITH") = built_with;
 
   bind_layers(m);
-  bind_recurrent(m);
   bind_plans(m);
 }
 

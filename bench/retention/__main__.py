@@ -16,25 +16,31 @@ from bench.retention.bound import bound_with_places, clairvoyant_bound
 from bench.retention.lru import LeastRecentlyUsed
 from bench.retention.replay import BLOCK_SIZE, Counts, Replay
 from bench.retention.traces import TRACES, Trace
+from bench.retention.works import WORKS
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.eviction import EvictionOrder, WorthOrder
+from mlx_paged.kv.worth import KIB, TOKENS, TextWorth, Work
 
 ORDERS: dict[str, Callable[[int], EvictionOrder]] = {"lru": LeastRecentlyUsed, "ours": WorthOrder}
 """What is compared, by name."""
 
 
-def replayed(trace: Trace, make_order: Callable[[int], EvictionOrder]) -> Counts:
-    allocator = BlockAllocator(trace.pool_blocks, BLOCK_SIZE, make_order=make_order)
-    counts = Replay(trace, allocator).run()
+def replayed(
+    trace: Trace, make_order: Callable[[int], EvictionOrder], work: Work = TOKENS.work
+) -> Counts:
+    worth = TextWorth(work, KIB)
+    allocator = BlockAllocator(trace.pool_blocks, BLOCK_SIZE, make_order=make_order, worth=worth)
+    counts = Replay(trace, allocator, work).run()
     allocator.check_integrity()
     return counts
 
 
-def measure(trace: Trace) -> dict[str, Any]:
+def measure(trace: Trace, work: Work = TOKENS.work) -> dict[str, Any]:
     """The counts of one trace in each order.
 
     - `again`: tokens that were computed a second time, `bound` at least; `with_places` at least if
       each request has its blocks in the pool.
+    - `operations`: those of the tokens that were computed a second time.
     - `over_bound`: all computed tokens, over the least that the bound says; `best_over_bound`: that
       of `with_places`.
     - `watched_again`: of the watched part, tokens computed a second time over prompt tokens.
@@ -43,11 +49,12 @@ def measure(trace: Trace) -> dict[str, Any]:
     bound, best = clairvoyant_bound(trace), bound_with_places(trace)
     row: dict[str, Any] = {"bound": bound, "with_places": best}
     for name, make_order in ORDERS.items():
-        counts = replayed(trace, make_order)
+        counts = replayed(trace, make_order, work)
         again = counts.again.total()
         once = counts.computed.total() - again
         found: dict[str, Any] = {
             "again": again,
+            "operations": counts.operations,
             "over_bound": round((once + again) / (once + bound), 3),
         }
         row["best_over_bound"] = round((once + best) / (once + bound), 3)
@@ -64,6 +71,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
     return [
         name,
         *(f"{count:,}" for count in (row["prompt_tokens"], lru["again"], ours["again"])),
+        *(f"{each['operations']:.3g}" for each in (lru, ours)),
         *(f"{row[key]:,}" for key in ("with_places", "bound")),
         *(f"{each:.3f}" for each in (lru["over_bound"], ours["over_bound"])),
         f"{row['best_over_bound']:.3f}",
@@ -75,7 +83,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
 HEAD = [
     "trace",
     "prompt tokens",
-    *("again, LRU", "ours", "best", "bound"),
+    *("again, LRU", "ours", "operations again, LRU", "ours", "best", "bound"),
     *("computed / bound, LRU", "ours", "best"),
     *("chat again, LRU", "ours"),
     *("before a chat's first token, LRU", "ours"),
@@ -84,7 +92,8 @@ HEAD = [
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    rows = {name: measure(TRACES[name]()) for name in args.traces}
+    work = WORKS[args.model]
+    rows = {name: measure(TRACES[name](args.seed), work) for name in args.traces}
     print(table([HEAD, *(cells(name, row) for name, row in rows.items())]))
     print_result("retention", {"traces": rows})
 

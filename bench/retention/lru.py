@@ -59,6 +59,9 @@ class LeastRecentlyUsed:
     def evicted(self, known: CachedBlock) -> None:
         pass
 
+    def value(self, known: CachedBlock) -> int:
+        return 0
+
     def next(self) -> int:
         return next(iter(self._idle))
 

@@ -9,6 +9,7 @@ from mlx_paged import SamplingParams
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
+from mlx_paged.kv.worth import TOKENS, Work
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -90,19 +91,21 @@ class Counts:
         computed: that steps computed.
         again: among them those that had been computed before.
         first: of each request of the watched part, the tokens computed up to its first one.
+        operations: those of the tokens that had been computed before.
     """
 
     prompts: Counter[str] = field(default_factory=Counter)
     computed: Counter[str] = field(default_factory=Counter)
     again: Counter[str] = field(default_factory=Counter)
     first: list[int] = field(default_factory=list)
+    operations: int = 0
 
 
 class Replay:
-    """One run of a trace."""
+    """One run of a trace, by a model whose operations are counted."""
 
-    def __init__(self, trace: Trace, allocator: BlockAllocator) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace, allocator: BlockAllocator, work: Work = TOKENS.work) -> None:
+        self._trace, self._work = trace, work
         scheduler = Scheduler(allocator, MAX_RUNNING, PREFILL_CHUNK)
         self._runner = AnswerRunner()
         stats = EngineStats(BLOCK_SIZE, 1, allocator.num_blocks)
@@ -143,7 +146,9 @@ class Replay:
             self._done[key] = self._texts.add(ask)
         counts, done = self._counts, self._done[key]
         counts.computed[ask.who] += len(span)
-        counts.again[ask.who] += max(0, min(span.stop, done) - span.start)
+        again = range(span.start, min(span.stop, done))
+        counts.again[ask.who] += len(again)
+        counts.operations += self._work.of(again.start, again.stop) if again else 0
         self._done[key] = max(done, span.stop)
         if span.samples and span.stop == span.request.num_prompt and ask.who == self._trace.watched:
             counts.first.append(span.stop - span.request.num_cached)

@@ -67,7 +67,8 @@ class Trace:
 class Author:
     """Writes a trace: a clock in steps, new pieces, and random lengths."""
 
-    def __init__(self, name: str, watched: str = "") -> None:
+    def __init__(self, name: str, seed: int = 0, watched: str = "") -> None:
+        name = f"{name} {seed}" if seed else name
         self.trace = Trace(watched)
         self.now = 0
         self.random = Random(name)
@@ -115,12 +116,12 @@ class Talk:
         self._pieces.append(said)
 
 
-def chat(pools: float, turns: int = TURNS) -> Callable[[], Trace]:
+def chat(pools: float, turns: int = TURNS) -> Callable[[int], Trace]:
     """A chat, and before each of its next turns a sweep. The sweep's prompts and the chat begin
     with the same short system prompt."""
 
-    def write() -> Trace:
-        author = Author("chat", "chat")
+    def write(seed: int = 0) -> Trace:
+        author = Author("chat", seed, "chat")
         system = author.piece(200, 200)
         talk = Talk(author, "chat", [system])
         for _ in range(turns):
@@ -132,10 +133,10 @@ def chat(pools: float, turns: int = TURNS) -> Callable[[], Trace]:
     return write
 
 
-def agents() -> Trace:
+def agents(seed: int = 0) -> Trace:
     """Three kinds of agents: two that work all the time, short ones that they start one after the
     other, and single calls that summarize a file. Each kind has a system prompt."""
-    author = Author("agents")
+    author = Author("agents", seed)
     main, helper, summary = (author.piece(n, n) for n in (800, 500, 200))
     long_ones = [Talk(author, "main", [main, author.piece(100, 200)]) for _ in range(2)]
     for _ in range(24):
@@ -150,10 +151,10 @@ def agents() -> Trace:
     return author.trace
 
 
-def tenants() -> Trace:
+def tenants(seed: int = 0) -> Trace:
     """Six tenants with a system prompt and a salt each. Four have chats, some more often than
     others, and each tenant's chats come one after the other; two have only one-off prompts."""
-    author = Author("tenants")
+    author = Author("tenants", seed)
     systems = [author.piece(n, n) for n in (1500, 900, 700, 400, 300, 300)]
     names = [f"tenant {i}" for i in range(6)]
     talks = [Talk(author, names[i], [systems[i]], names[i]) for i in range(4)]
@@ -172,10 +173,10 @@ def tenants() -> Trace:
     return author.trace
 
 
-def crowd() -> Trace:
+def crowd(seed: int = 0) -> Trace:
     """Ten conversations that go on together and have twice the tokens of the pool, some with more
     turns than others: whatever is evicted, some turns have to compute tokens a second time."""
-    author = Author("crowd")
+    author = Author("crowd", seed)
     system = author.piece(300, 300)
     talks = [Talk(author, f"talk {i}", [system, author.piece(400, 1200)]) for i in range(10)]
     for _ in range(160):
@@ -184,7 +185,7 @@ def crowd() -> Trace:
     return author.trace
 
 
-TRACES: dict[str, Callable[[], Trace]] = {
+TRACES: dict[str, Callable[[int], Trace]] = {
     "chat alone": chat(0),
     "chat beside 1x": chat(1),
     "chat beside 3x": chat(3),
@@ -193,4 +194,4 @@ TRACES: dict[str, Callable[[], Trace]] = {
     "tenants": tenants,
     "crowd": crowd,
 }
-"""By name: what writes each trace."""
+"""By name: what writes each trace, with its seed."""

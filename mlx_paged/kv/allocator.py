@@ -20,6 +20,7 @@ from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash
 from mlx_paged.kv.prefix_match import NeededBlock, PrefixMatch
 from mlx_paged.kv.retention import Retention
 from mlx_paged.kv.state_kind import Move, NoStates, ReadAndLeft, State, StateKind, Text
+from mlx_paged.kv.worth import TOKENS, TextWorth
 
 
 class BlockAllocator:
@@ -39,6 +40,7 @@ class BlockAllocator:
         chunk: tokens that a sequence computes in a step at most.
         states: the kind of layers that keep states beside K/V; None: the model has none.
         make_order: makes the order in which known content is evicted, for a number of blocks.
+        worth: of the parts of a text.
 
     Attributes:
         store: the blocks.
@@ -47,6 +49,7 @@ class BlockAllocator:
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
         states: the kind of the model's states.
         retention: keeps and forgets texts as callers say.
+        worth: of the parts of a text.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class BlockAllocator:
         chunk: int = 0,
         states: StateKind | None = None,
         make_order: Callable[[int], EvictionOrder] = WorthOrder,
+        worth: TextWorth = TOKENS,
     ) -> None:
         self.block_size = block_size = integer("Engine", "block_size", block_size, 1)
         max_blocks = MAX_INT32 // block_size  # slots are int32
@@ -64,12 +68,13 @@ class BlockAllocator:
         self.groups = tuple(groups)
         self.chunk = chunk
         self.prefix_hit_tokens = 0
+        self.worth = worth
         self.block_tables = BlockTables(len(self.groups))
         self._width = sum(group.width for group in self.groups)
         self.store = BlockStore(self.num_blocks, block_size, self.groups, make_order)
         self.states: StateKind = states or NoStates()
         ends = self.states.prefix_ends(self.store.prefixes)
-        self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables, ends)
+        self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables, ends, worth)
         self.retention = Retention(self.store, self.prefixes)
         self._sequences: dict[int, SequenceBlocks] = {}
 

@@ -49,6 +49,7 @@ class BlockTransfer:
     payload: Any = None
     state: int = 0  # id of the recurrent states
     note: Any = None  # of what takes it out of the pool
+    worth: int = 0  # of recurrent states that were used; 0: they were not
 
 
 def ceil_div(a: int, b: int) -> int:

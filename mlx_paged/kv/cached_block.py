@@ -13,6 +13,8 @@ class CachedBlock:
         tokens: as :func:`token_bytes`; a text's last block may have fewer than `block_size`.
         uses: how often texts were found to go on with it, or after the block before; `FIRST`: it is
             the first to go.
+        score: how often they were, as :mod:`mlx_paged.kv.frequency` counts; 0 without uses.
+        worth: operations to compute it again, per byte: see :mod:`mlx_paged.kv.worth`.
         is_used: whether a later text was found to begin with it.
         followers: how many blocks have gone on after it so far.
         used_followers: how many of these are used.
@@ -31,6 +33,8 @@ class CachedBlock:
     parent: bytes
     tokens: bytes
     uses: int = 0
+    score: int = 0
+    worth: int = 1
     is_used: bool = False
     followers: int = 0
     used_followers: int = 0

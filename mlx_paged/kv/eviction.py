@@ -7,10 +7,11 @@ from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from mlx_paged.kv.cached_block import FIRST, CachedBlock
+from mlx_paged.kv.frequency import ONE, log2_of, together
 from mlx_paged.kv.pins import Pins
 
-MOST_USES = 8
-"""A block counts at most so many uses, so that a conversation that has ended is given up."""
+HALF_LIFE = 1
+"""A use counts half as much after so many pools of blocks have been evicted."""
 
 FOLLOWERS = 4
 """So many texts may go on after a block and count as used as the block, before one of them is used
@@ -82,8 +83,12 @@ class EvictionOrder(Protocol):
     def evicted(self, known: CachedBlock) -> None:
         """The content of a full block was given up for other content."""
 
+    def value(self, known: CachedBlock) -> int:
+        """What a block is worth now, times how often it is used: of two that are not pinned, the
+        one with less goes first. In :data:`~mlx_paged.kv.worth.UNIT`."""
+
     def next(self) -> int:
-        """The block to evict now; there is one."""
+        """The block to evict now; there is one. Each call counts as an eviction."""
 
     def renumber(self, num_blocks: int) -> None:
         """The pool has `num_blocks` blocks, and known blocks may have other numbers."""
@@ -98,26 +103,28 @@ Entry = tuple[float, int, CachedBlock]
 
 class WorthOrder:
     """Blocks that were only written go before blocks that were used again; of the others those go
-    first that were used least and longest ago.
+    first whose worth is least: operations to compute them again, per byte, times how often they are
+    used.
 
     - A block that was written since it was used is like pages read once by a scan: a sweep of
       one-off prompts evicts its own blocks (segmented LRU; Karedla et al. 1994, IEEE Computer
       27(3)). Blocks that were used take at most `MOST_KEPT` of the pool before they go too.
+    - How often a block is used is a frequency in which a use counts half as much after
+      `HALF_LIFE`. So a conversation that has ended goes at last, however often it was used.
     - What a conversation adds counts as used as what the conversation had, because its next turn
-      needs both. Behind a prefix that many different prompts share it does not: see `FOLLOWERS`.
-    - A used block's rank is the rank of the block evicted last, plus the block's uses (GreedyDual
-      with frequencies; Cherkasova, HP Labs technical report 1998). So a conversation that has ended
-      goes at last, however often it was used.
+      needs both. Where texts part, each gets a share of what they have in common: a conversation is
+      not used as often as the system prompt of all. Behind a prefix that many different prompts
+      share nothing is got: see `FOLLOWERS`.
     - A block goes after all known blocks that go on after it, unless one of them is held.
     - A marked block counts as used :data:`MARKED_USES` times more until its mark ends; each use
       renews the mark.
     - Pinned blocks go after all others, first those whose pin ends first. What a request needs, it
       gets: pins make no request wait.
-    - Content that returns after it was evicted counts as used (2Q; Johnson and Shasha 1994,
-      VLDB).
+    - Content that returns after it was evicted counts as used (2Q; Johnson and Shasha 1994, VLDB),
+      and as often as before.
 
-    No clock is read: the scheduler says when pins have ended. Each method takes O(log n) for n idle
-    blocks, amortised.
+    Time is counted in evictions. No clock is read: the scheduler says when pins have ended. Each
+    method takes O(log n) for n idle blocks, amortised.
     """
 
     def __init__(self, num_blocks: int, max_pinned: float = MAX_PINNED) -> None:
@@ -131,9 +138,10 @@ class WorthOrder:
         self._marks: list[tuple[float, int, CachedBlock]] = []  # by the earliest end
         self._now = 0.0  # the latest time that the scheduler has told
         self._num_used = 0  # idle blocks that count as used
-        self._floor = 0  # rank of the used block that was evicted last
+        self._age = 0  # half-lives that have passed
         self._num_stamps = 0
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()  # hashes of evicted blocks
+        # Hashes of evicted blocks, and their scores; None: they were not used.
+        self._ghosts: OrderedDict[bytes, int | None] = OrderedDict()
         self._set_size(num_blocks)
 
     @property
@@ -152,8 +160,7 @@ class WorthOrder:
     def registered(self, known: CachedBlock, before: CachedBlock | None) -> None:
         gives_way = known.uses == FIRST
         if self._ghosts and known.hash in self._ghosts and not gives_way:
-            del self._ghosts[known.hash]
-            known.uses = 1
+            self._count_use(known, self._ghosts.pop(known.hash))
         if before is None:
             return
         before.followers += 1
@@ -161,8 +168,12 @@ class WorthOrder:
             before.stamp = self._new_stamp()  # its entry does not count any more
             before.is_last = False
         is_near = before.followers <= FOLLOWERS * (1 + before.used_followers)
-        if before.uses > known.uses and is_near and not gives_way:
-            known.uses = before.uses
+        if before.uses > 0 and is_near and not gives_way:
+            share = before.score
+            if before.followers > 1:
+                share -= log2_of(max(1, before.used_followers))
+            known.score = share if known.uses <= 0 else max(known.score, share)
+            known.uses = max(known.uses, before.uses)
 
     def used(self, known: CachedBlock, before: CachedBlock | None) -> None:
         if not known.is_used:
@@ -171,18 +182,13 @@ class WorthOrder:
                 before.used_followers += 1
         if known.marked_until:
             known.marked_until = max(known.marked_until, self._now + known.marked_s)
-        if known.uses < MOST_USES:
-            known.uses = max(known.uses, 0) + 1
+        self._count_use(known, known.score if known.uses > 0 else None)
 
     def add(self, known: CachedBlock, is_followed: bool) -> None:
         known.stamp = self._new_stamp()
         self._idle[known.block] = known
         self._num_used += self._is_used(known)
-        if known.pinned_until:
-            known.rank = known.pinned_until
-        else:
-            uses = self._uses(known)
-            known.rank = uses + (self._floor if uses > 0 else 0)
+        known.rank = known.pinned_until or self._place_of(known)
         if not is_followed:
             self.last_of_its_text(known)
 
@@ -258,11 +264,21 @@ class WorthOrder:
 
     def evicted(self, known: CachedBlock) -> None:
         if known.hash[0] % GHOST_SAMPLE == 0:
-            self._ghosts[known.hash] = None
+            self._ghosts[known.hash] = known.score if known.uses > 0 else None
             if len(self._ghosts) > self._most_ghosts:
                 self._ghosts.popitem(last=False)
 
+    def value(self, known: CachedBlock) -> int:
+        if not self._is_used(known):
+            return 0
+        return int(2 ** ((self._place_of(known) - self._age) / ONE))
+
     def next(self) -> int:
+        block = self._first_to_go()
+        self._age += self._idle[block].width * self._half_lives
+        return block
+
+    def _first_to_go(self) -> int:
         heaps = [self._written, self._used, self._pinned]
         if self._num_used > self._most_used:
             heaps[:2] = self._used, self._written
@@ -270,10 +286,7 @@ class WorthOrder:
             while heap and not self._counts(heap[0]):
                 heappop(heap)
             if heap:
-                rank, _, known = heap[0]
-                if heap is self._used:
-                    self._floor = max(self._floor, int(rank))
-                return known.block
+                return heap[0][2].block
         return next(iter(self._idle))  # all others are followed by blocks that sequences hold
 
     def renumber(self, num_blocks: int) -> None:
@@ -293,12 +306,28 @@ class WorthOrder:
     def _set_size(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._most_used = int(MOST_KEPT * num_blocks)
+        self._half_lives = max(1, ONE // (HALF_LIFE * num_blocks))  # that an eviction takes
         self._most_ghosts = GHOSTS_PER_BLOCK * num_blocks
         self.pins.set_size(num_blocks)
 
     def _new_stamp(self) -> int:
         self._num_stamps += 1
         return self._num_stamps
+
+    def _count_use(self, known: CachedBlock, score: int | None) -> None:
+        """Count one use more than those of a score; None: there were none."""
+        known.score = self._age if score is None else together(score, self._age)
+        known.uses = max(known.uses, 0) + 1
+
+    def _place_of(self, known: CachedBlock) -> int:
+        """The logarithm of what a used block is worth; 0 or less of another one."""
+        score, uses = known.score, known.uses
+        if known.marked_until:
+            marked = self._age + log2_of(MARKED_USES)
+            score = together(score, marked) if uses > 0 else marked
+        elif uses <= 0:
+            return uses
+        return score + log2_of(known.worth)
 
     @staticmethod
     def _uses(known: CachedBlock) -> int:

@@ -17,6 +17,7 @@ from mlx_paged.kv.prefix_cache import (
 )
 from mlx_paged.kv.prefix_ends import Checkpoint, KnownBlocks, PrefixEnds
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
+from mlx_paged.kv.worth import TOKENS, TextWorth
 
 
 class GroupPrefixes:
@@ -24,6 +25,9 @@ class GroupPrefixes:
 
     A prefix is reused up to a position at which every group has all blocks that a sequence keeps:
     the blocks of its window, or all blocks if the group has no window.
+
+    Args:
+        worth: of the parts of a text.
 
     Attributes:
         ends: where a prefix may end.
@@ -35,12 +39,14 @@ class GroupPrefixes:
         store: BlockStore,
         tables: BlockTables,
         ends: PrefixEnds,
+        worth: TextWorth = TOKENS,
     ) -> None:
         self._groups = groups
         self._store = store
         self._tables = tables
         self._block_size = store.prefixes[0].block_size
         self.ends = ends
+        self._worth, self._worths = worth, list[int]()  # of full blocks, by their place in a text
         # Group, block and hash of each block that was registered; a tier reads them. None: no tier.
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 
@@ -98,6 +104,7 @@ class GroupPrefixes:
             last = len(hashes) - 1
             content = token_bytes(tokens, last * size, (last + 1) * size)
             absent = CachedBlock(ABSENT, hashes[-1], known.parent(last), content)
+            absent.worth = self._worth.of_states((last + 1) * size)
             of_ends = self.ends.needed_after(last, absent)
         firsts = self._first_kept(min(len(hashes), stop // size))
         return [
@@ -131,7 +138,8 @@ class GroupPrefixes:
                 known = cache.find(key, parent, content)
                 if known is None:
                     if asks and key + suffix in elsewhere:
-                        known = CachedBlock(ABSENT, key, parent, content, root=root)
+                        worth = self._worth_of(start // size)
+                        known = CachedBlock(ABSENT, key, parent, content, worth=worth, root=root)
                     elif is_needed:
                         is_complete = False
                 blocks.append(known)
@@ -172,10 +180,12 @@ class GroupPrefixes:
         for i in range(len(sequence.hashes), num_computed // size):
             content = token_bytes(tokens, i * size, (i + 1) * size)
             key = chain_hash(parent, content)
+            worth = self._worths[i] if i < len(self._worths) else self._worth_of(i)
             for group, first in enumerate(sequence.first_entries):
                 if i >= first:
                     block = int(tables[group][i])
-                    self._store.prefixes[group].register(block, parent, content, key, root, uses)
+                    known = parent, content, key, root, uses, worth
+                    self._store.prefixes[group].register(block, *known)
                     if self.fresh is not None:
                         self.fresh.append((group, block, key))
             sequence.hashes.append(key)
@@ -193,8 +203,16 @@ class GroupPrefixes:
         for group, prefixes in enumerate(self._store.prefixes):
             block = int(self._tables.row(sequence.row, group)[last])
             parent, uses = sequence.prefix_hash(last), FIRST if sequence.gives_way else 0
-            prefixes.register(block, parent, content, root=sequence.root, uses=uses)
+            worth = self._worth.of_block(num_computed - num_filled, num_computed)
+            prefixes.register(block, parent, content, root=sequence.root, uses=uses, worth=worth)
         sequence.private_stop = 0
+
+    def _worth_of(self, index: int) -> int:
+        """What a full block is worth at this place of a text."""
+        size, worths = self._block_size, self._worths
+        for start in range(len(worths) * size, (index + 1) * size, size):
+            worths.append(self._worth.of_block(start, start + size))
+        return worths[index]
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Block i is block ``numbers[i]`` from here on; blocks without a number are known no

@@ -1,6 +1,6 @@
 """What the prefix cache knows, as chains of blocks: counts, never tokens. Knows no mlx."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import nlargest
 from math import inf
 from typing import NamedTuple
@@ -17,8 +17,8 @@ class Chain(NamedTuple):
         tokens: of the text.
         shared_tokens: the first of them, which other chains have, too.
         hits: how often its last block counts as used, as the order of eviction counts.
-        worth: the rank of its last block in that order; of two, the one with less goes first;
-            0 of a pinned block.
+        worth: of its last block, as that order counts; of two, the one with less goes first; 0 of a
+            pinned block and of one that was only written. In :data:`~mlx_paged.kv.worth.UNIT`.
         age: how many times a block became idle since its last one did; 0: a sequence holds it.
         in_use: whether a sequence holds its last block.
         is_pinned: whether its last block is pinned.
@@ -51,12 +51,22 @@ def known_blocks(allocator: BlockAllocator) -> list[CachedBlock]:
     return max(known, key=len)
 
 
+def worths(allocator: BlockAllocator) -> Callable[[CachedBlock], int]:
+    """What tells the worth of a known block, on any thread."""
+    return allocator.store.idle.value
+
+
 def chains(
-    blocks: Iterable[CachedBlock], salt: bytes | None, most: int, now: float = 0.0
+    blocks: Iterable[CachedBlock],
+    salt: bytes | None,
+    most: int,
+    now: float = 0.0,
+    value: Callable[[CachedBlock], int] = lambda known: 0,
 ) -> tuple[int, list[Chain]]:
     """How many chains of a salt there are, of all if it is None, and `most` of them: those with
     most tokens. Blocks whose text does not begin with a known block are in none. Takes O(n) for
-    n blocks. `now` is the time of the clock with which pins are made."""
+    n blocks. `now` is the time of the clock with which pins are made, `value` tells the worth of a
+    block."""
     by_hash = {each.hash: each for each in blocks}
     followers: dict[bytes, int] = {}
     for each in by_hash.values():
@@ -77,7 +87,7 @@ def chains(
                     place.stop,
                     place.shared,
                     max(0, each.uses),
-                    0 if until else int(each.rank),  # a pinned block's rank is the pin's end
+                    value(each),
                     age,
                     not each.stamp,
                     until > 0,

@@ -131,11 +131,12 @@ class PrefixCache:
         key: bytes | None = None,
         root: bytes = ROOT,
         uses: int = 0,
+        worth: int = 1,
     ) -> None:
         """Add a block, or a text's last one, which is not full, unless it is too short or a known
         block begins with it. Of blocks with equal content the first stays. `key` is the
         hash, `root` the parent hash of the text's first block, `uses` is `FIRST` if the block is
-        the first to go."""
+        the first to go, and `worth` is what the block is worth."""
         key = chain_hash(parent, tokens) if key is None else key
         if key in self._by_hash or block in self.by_block:
             return
@@ -143,7 +144,8 @@ class PrefixCache:
             is_known = any(cached.tokens.startswith(tokens) for cached in self._siblings(parent))
             if len(tokens) < self.min_run * TOKEN_BYTES or is_known:
                 return
-        self._add(CachedBlock(block, key, parent, tokens, uses, width=self._width, root=root))
+        content = key, parent, tokens, uses
+        self._add(CachedBlock(block, *content, worth=worth, width=self._width, root=root))
         self._evicted.pop(key, None)
 
     def find(self, key: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:

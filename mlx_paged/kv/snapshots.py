@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from mlx_paged.arguments import integer
+from mlx_paged.kv.worth import TOKENS, TextWorth
 
 SPARE = 8
-"""A spare snapshot counts an eighth of the tokens that it saves, until it is used."""
+"""A spare snapshot counts an eighth of the operations that it saves, until it is used."""
 
 PARTS = 20
 """A prompt that departs from a known text computes at most a part in `PARTS` of what they have in
@@ -26,14 +27,19 @@ class Snapshot:
     before: Snapshot | None = None  # an earlier snapshot of the same text
     key: tuple[int, int] | None = None  # among the kept ones; None: it is not kept
     uses: int = 0  # how many sequences went on from here
+    total: int = -1  # worth of all tokens up to the position; below 0: not counted yet
     floor: int = 0  # the value of the snapshot that was dropped last before the latest use
 
     @property
+    def saved(self) -> int:
+        """The operations, per byte of a snapshot, of the tokens after the snapshot `before`."""
+        return self.total - (0 if self.before is None else self.before.total)
+
+    @property
     def value(self) -> int:
-        """What it is worth to keep: ``floor + saved * (1 + uses)``, where `saved` are the tokens
-        between the snapshot `before` and this one. The product of a spare snapshot is divided by
-        `SPARE`. All snapshots of a model take the same memory."""
-        saved = self.position - (0 if self.before is None else self.before.position)
+        """What it is worth to keep, in :data:`~mlx_paged.kv.worth.UNIT`: ``floor + saved * (1 +
+        uses)``. The product of a spare snapshot is divided by `SPARE`."""
+        saved = self.saved
         if self.is_spare:
             return self.floor + min(saved // SPARE, SPARE * PARTS * saved // self.position)
         return self.floor + saved * (1 + self.uses)
@@ -48,10 +54,14 @@ class Snapshots:
 
     Args:
         release: called with the state's id when a snapshot that was kept is dropped.
+        worth: of the parts of a text.
     """
 
     def __init__(
-        self, max_snapshots: int, release: Callable[[int], None] = lambda state_id: None
+        self,
+        max_snapshots: int,
+        release: Callable[[int], None] = lambda state_id: None,
+        worth: TextWorth = TOKENS,
     ) -> None:
         self.max_snapshots = integer("Engine", "max_snapshots", max_snapshots, 1)
         self._by_key: dict[tuple[int, int], Snapshot] = {}  # the latest used last
@@ -59,6 +69,7 @@ class Snapshots:
         self._states = set[int]()  # ids
         self._floor = 0
         self._release = release
+        self._worth = worth
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -70,6 +81,7 @@ class Snapshots:
         """Drop snapshots until there is room for `snapshot` beside `num_planned` others that will
         be added before it. Returns False if its value is less than that of one that would have to
         go, or the same if `snapshot` is spare."""
+        self._count(snapshot)
         snapshot.floor = self._floor
         while self._by_key and len(self) + num_planned >= self.max_snapshots:
             least = self._least
@@ -168,6 +180,12 @@ class Snapshots:
     def _least(self) -> tuple[int, int]:
         """The key of the snapshot of the least value; of several, the one unused longest."""
         return min(self._by_key, key=lambda key: self._by_key[key].value)
+
+    def _count(self, snapshot: Snapshot) -> None:
+        """Count what a snapshot saves."""
+        for each in (snapshot, snapshot.before):
+            if each is not None and each.total < 0:
+                each.total = self._worth.of_states(each.position)
 
     def _count_use(self, snapshot: Snapshot) -> None:
         assert snapshot.key is not None, "the snapshot was dropped"

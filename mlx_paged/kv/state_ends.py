@@ -79,8 +79,9 @@ class StateEnds:
     def leaving(self, block: CachedBlock) -> BlockTransfer | None:
         if self._block_size not in self._snapshots.runs(block.block, self._block_size):
             return None
-        state_id = self._snapshots.get(block.block, self._block_size).state
-        return BlockTransfer(state_key(block.hash), 0, (), state=state_id)
+        snapshot = self._snapshots.get(block.block, self._block_size)
+        worth = snapshot.saved if snapshot.uses else 0
+        return BlockTransfer(state_key(block.hash), 0, (), state=snapshot.state, worth=worth)
 
     def adopt(self, needed: NeededBlock, payload: Any) -> BlockTransfer | None:
         state = self._new_state((needed.index + 1) * self._block_size)

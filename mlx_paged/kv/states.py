@@ -16,6 +16,7 @@ from mlx_paged.kv.snapshot_plan import chunk_stop, snapshots_on_the_way
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 from mlx_paged.kv.state_ends import StateEnds
 from mlx_paged.kv.state_kind import EMPTY, Keep, Move, ReadAndLeft, State, Text
+from mlx_paged.kv.worth import TOKENS, TextWorth
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class StateIds:
         state_bytes: of the arrays of one state.
         kept_bytes: of a state that only a snapshot holds, where such a state is stored otherwise.
         layout: how it is stored then; empty: as it was computed.
+        worth: of the parts of a text.
     """
 
     exist = True
@@ -77,10 +79,11 @@ class StateIds:
         state_bytes: int = 0,
         kept_bytes: int | None = None,
         layout: str = "",
+        worth: TextWorth = TOKENS,
     ) -> None:
         self.snapshots: Snapshots | None = None
         if integer("Engine", "max_snapshots", max_snapshots, 0):
-            self.snapshots = Snapshots(max_snapshots, self.release)
+            self.snapshots = Snapshots(max_snapshots, self.release, worth)
         self.released: list[int] = []
         self.rested: list[int] = []
         self.layout = layout

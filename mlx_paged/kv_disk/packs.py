@@ -6,7 +6,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -31,6 +31,8 @@ ROW = 2048
 PACKS = 64
 """About how many packs a full store has. The store gives up one pack at a time."""
 MIN_PACK, MAX_PACK = 1 << 20, 1 << 28
+MOST_USES = 8
+"""All of a pack counts as used so many times at most, so that it is given up at last."""
 MIN_FREE = 0.05
 """Part of the disk that stays free."""
 READ_RECORDS = 512
@@ -56,12 +58,16 @@ class Origin(NamedTuple):
         num_tokens: of the block; 0: the record is no block.
         is_first: whether the block begins a text.
         is_background: whether the record is the first to go.
+        is_used: whether its content was found again before it was written. A header does not tell.
+        worth: what it is worth if so, in :data:`~mlx_paged.kv.worth.UNIT`. Nor does it tell this.
     """
 
     parent: bytes = bytes(16)
     num_tokens: int = 0
     is_first: bool = False
     is_background: bool = False
+    is_used: bool = True
+    worth: int = 0
 
     @property
     def fields(self) -> tuple[bytes, int, int]:
@@ -123,15 +129,22 @@ def damage(header: Any) -> str | None:
 class PackFiles:
     """The packs of a directory, at most `max_bytes` in all.
 
-    When they are full, a pack goes: one of the background first, then the one unused longest. A
-    pack is of the background if all its records are, and none was read since the directory was
-    opened. A record of the background makes no other pack go.
+    When they are full, a pack goes: one of the background first, then the one of the least rank, of
+    several the one unused longest. A pack is of the background if all its records are, and none was
+    read since the directory was opened. A record of the background makes no other pack go.
+
+    The rank of a pack is the worth of what was used of it since the directory was opened, per byte
+    of the pack, counted up to `MOST_USES` times `least`, plus the rank of the pack that went last
+    before its latest use (GreedyDual: Young 1994, Algorithmica 11). A record is used when it is
+    read, and once if its content was used before it was written. What was never used makes no pack
+    go whose rank has grown by more than `least` since then.
 
     One process uses a directory at a time. Only :meth:`append` makes files. Nothing in a pack
     changes except the marks of dead records.
 
     Attributes:
         packs: bytes of each pack by its number, the one unused longest first.
+        least: the worth of content that was never used.
         background: packs of the background.
         written_today: bytes of the packs found that were written in 24 hours, as their times say.
 
@@ -146,6 +159,10 @@ class PackFiles:
         self.written_today = 0
         self._pack_bytes = min(MAX_PACK, max_bytes, max(MIN_PACK, max_bytes // PACKS))
         self.background = set[int]()
+        self.least = 0
+        self._values: dict[int, int] = {}  # worth of what was used of each pack, times its bytes
+        self._since: dict[int, int] = {}  # `_floor` at the latest use
+        self._floor = 0  # rank of the pack that went last
         # The pack to append to, for records of the background and for others.
         self._last: dict[bool, int] = {}
         problem, lock = "", -1
@@ -215,12 +232,23 @@ class PackFiles:
     def first_to_go(self, but: int = 0) -> int:
         """The pack that is given up first, of all but one; there is one."""
         others = [pack for pack in self.packs if pack != but]
-        return next((pack for pack in others if pack in self.background), others[0])
+        of_background = (pack for pack in others if pack in self.background)
+        return next(of_background, None) or min(others, key=self._place_of)
 
-    def has_room(self, num_bytes: int, is_background: bool) -> bool:
+    def _place_of(self, pack: int) -> int:
+        """The order in which packs go that are not of the background."""
+        of_bytes = self._values.get(pack, 0) // max(1, self.packs[pack])
+        return self._since.get(pack, 0) + min(of_bytes, MOST_USES * self.least)
+
+    def has_room(self, num_bytes: int, origin: Origin) -> bool:
         """Whether a payload can be written without a pack that it must not make go."""
-        if not is_background:
-            return True
+        if not origin.is_background:
+            last = self._last.get(False, 0)
+            is_full = self.num_bytes + HEADER.size + num_bytes > self.max_bytes
+            if origin.is_used or not is_full or not self.packs.keys() - {last}:
+                return True
+            first = self.first_to_go(but=last)
+            return first in self.background or self._place_of(first) <= self._floor + self.least
         kept = sum(size for pack, size in self.packs.items() if pack not in self.background)
         last = self.packs.get(self._last.get(True, 0), 0)
         return kept + last + HEADER.size + num_bytes + len(FILE_MAGIC) <= self.max_bytes
@@ -253,6 +281,7 @@ class PackFiles:
             removed = []
             while self.num_bytes + size > self.max_bytes and len(self.packs) > 1:
                 removed.append(self.first_to_go(but=pack))
+                self._floor = max(self._floor, self._place_of(removed[-1]))
                 self.remove(removed[-1])
             location = Location(pack, self.packs[pack], len(payload))
             (sums,) = _sums(np.frombuffer(payload, np.uint8)[None])
@@ -263,7 +292,13 @@ class PackFiles:
             self.packs[pack] = os.fstat(file).st_size  # a torn record counts, too
             os.close(file)
         self._last[kind] = pack
+        self._count_use(pack, origin.worth * len(payload))
         return location, removed
+
+    def _count_use(self, pack: int, value: int) -> None:
+        """Count what something of a pack is worth, times its bytes."""
+        self._values[pack] = self._values.get(pack, 0) + value
+        self._since[pack] = self._floor
 
     def read(
         self, wanted: Sequence[tuple[bytes, Location, int]], rows: dict[int, Any], identity: bytes
@@ -304,10 +339,12 @@ class PackFiles:
                 is_other = header[:4] != RECORD or header[8:-8] != expected[8:-8]
                 yield damage(header) or ("another" if is_other else "checksum")
 
-    def used(self, packs: set[int]) -> None:
-        """Note that packs were read. Packs that were read lately are given up last, also by a later
-        process."""
+    def used(self, packs: set[int], values: Mapping[int, int] | None = None) -> None:
+        """Note that packs were read, and what that is worth times its bytes. Of packs of the same
+        rank those that were read lately are given up last, also by a later process."""
         _check_thread()
+        for pack in packs & self.packs.keys():
+            self._count_use(pack, 0 if values is None else values.get(pack, 0))
         if self._last.get(True) in packs:
             del self._last[True]
         self.background -= packs
@@ -326,6 +363,8 @@ class PackFiles:
         _check_thread()
         del self.packs[pack]
         self.background.discard(pack)
+        self._values.pop(pack, None)
+        self._since.pop(pack, None)
         self._last = {kind: last for kind, last in self._last.items() if last != pack}
         self.path(pack).unlink(missing_ok=True)
 

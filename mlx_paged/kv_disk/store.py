@@ -3,7 +3,7 @@
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Barrier, Lock, RLock
@@ -31,14 +31,15 @@ class Load:
     """Records on their way into memory.
 
     Attributes:
+        worths: what some of them are worth, by key.
         num_bytes: their payloads together.
         found: by key each record that arrived and can be trusted: a matrix of bytes, and the row of
             the matrix with its payload.
         seconds: how long the slowest reader took, when the load is done.
     """
 
-    def __init__(self, keys: Sequence[bytes], num_bytes: int) -> None:
-        self.keys = frozenset(keys)
+    def __init__(self, keys: Sequence[bytes], num_bytes: int, worths: Mapping[bytes, int]) -> None:
+        self.keys, self.worths = frozenset(keys), worths
         self.num_bytes = num_bytes
         self.found: dict[bytes, tuple[Any, int]] = {}
         self.futures: list[Future[None]] = []
@@ -97,6 +98,10 @@ class DiskStore:
     def __len__(self) -> int:
         return len(self._index) + len(self._pending)
 
+    def set_least(self, worth: int) -> None:
+        """Content that was never used is worth this much. Call it before anything is written."""
+        self._packs.least = worth
+
     @property
     def is_writable(self) -> bool:
         """Whether no write failed just now."""
@@ -128,8 +133,8 @@ class DiskStore:
                 self.staged_bytes += len(payload)
             self._writer.submit(self._write, key, payload, origin)
 
-    def load(self, keys: Sequence[bytes]) -> Load:
-        """Start to read payloads."""
+    def load(self, keys: Sequence[bytes], worths: Mapping[bytes, int] | None = None) -> Load:
+        """Start to read payloads. By key, `worths` are what they are worth."""
         counts = Counter[int]()  # payloads by size
         wanted: list[Any] = []  # each a key, its location or content, row among those of its size
         for key in keys:
@@ -139,7 +144,7 @@ class DiskStore:
                 wanted.append((key, source, counts[size]))
                 counts[size] += 1
         rows = {size: self._make_rows(count, size) for size, count in counts.items()}
-        load = Load(keys, sum(size * count for size, count in counts.items()))
+        load = Load(keys, sum(size * count for size, count in counts.items()), worths or {})
         stride = -(-len(wanted) // READERS) or 1
         with load.gate:
             for start in range(0, len(wanted) or 1, stride):
@@ -194,8 +199,8 @@ class DiskStore:
             if self._written > DAILY_WRITES * self._packs.max_bytes:
                 times = f"{DAILY_WRITES} times its size was written in 24 hours"
                 self._give_up("budget", f"{times}: no more is written until these have passed")
-            elif not self._packs.has_room(len(payload), origin.is_background):
-                self.dropped["background"] += 1
+            elif not self._packs.has_room(len(payload), origin):
+                self.dropped["background" if origin.is_background else "worth"] += 1
             elif self.is_writable:
                 location, removed = self._packs.append(self._identity, key, payload, origin)
                 self._index[key] = location
@@ -237,4 +242,7 @@ class DiskStore:
                     self.dropped[reason] += 1
                 self._writer.submit(self._packs.kill, location)
         load.seconds = max(load.seconds, monotonic() - started)
-        self._writer.submit(self._packs.used, {location.pack for _, location, *_ in stored})
+        values = dict.fromkeys((location.pack for _, location, *_ in stored), 0)
+        for key, location, _ in stored:
+            values[location.pack] += load.worths.get(key, 0) * location.num_bytes
+        self._writer.submit(self._packs.used, set(values), values)

@@ -63,6 +63,9 @@ class KVDiskTier:
     own, which threads of the store write. A prompt whose next blocks are stored waits until they
     are read, unless it takes longer to read them than to compute them.
 
+    What was never used counts as much as the first block of a text, of all blocks the one worth
+    least: so a text is written from its beginning on, or not at all.
+
     Args:
         seconds_to_compute: predicts the time of a prompt's tokens ``[start, stop)``; 0: unknown.
         entry_bytes: of an entry of each layer group.
@@ -92,6 +95,7 @@ class KVDiskTier:
         self._coming: set[int] = set()  # entries that the step being planned fills
         self._coming_states: set[int] = set()  # ids of states that the step being planned loads
         allocator.store.on_evict = self._leave
+        store.set_least(allocator.worth.of_block(0, allocator.block_size))
         self._fresh = allocator.prefixes.fresh = deque(maxlen=2 * allocator.num_blocks)
 
     # From the pool to the store
@@ -159,18 +163,21 @@ class KVDiskTier:
         if known.block in self._coming or self._leaving_bytes >= LEAVING_BYTES:
             return
         key, gives_way = block_key(known.hash, group), known.uses == FIRST
+        is_used = known.uses > 0
         if key not in self.store and key not in self.leaving:
             blocks, is_first = (
                 self._allocator.store.blocks_of(known.block),
                 known.parent == known.root,
             )
-            origin = Origin(known.parent or bytes(16), size, is_first, gives_way)
+            of_text = known.parent or bytes(16), size, is_first, gives_way
+            origin = Origin(*of_text, is_used, known.worth * is_used)
             self.leaving[key] = BlockTransfer(key, group, blocks, note=origin)
             self._leaving_bytes += self._entry_bytes[group]
         beside = self._allocator.leaving(known)
         if beside is None or beside.state in self._coming_states or beside.key in self.store:
             return
-        beside.note = Origin(is_background=gives_way)
+        is_used = beside.worth > 0
+        beside.note = Origin(is_background=gives_way, is_used=is_used, worth=beside.worth)
         self.leaving[beside.key] = beside
 
     # From the store to the pool
@@ -197,7 +204,9 @@ class KVDiskTier:
         if load is None:
             if sum(load.num_bytes for load in loads) > LOAD_BYTES:
                 return False  # others come first; it asks again
-            load = store.load([each.key for each in absent])
+            load = store.load(
+                [each.key for each in absent], {each.key: each.known.worth for each in absent}
+            )
         held = [each for each in needed if each.known.block != ABSENT]
         self._awaited[request.id] = _Awaited(load, held, deque(absent), to_compute)
         self._asked[request.id] = absent[0].index
@@ -284,7 +293,7 @@ class KVDiskTier:
                     (entry,) = store.take(1, group)
                     taken.append(entry)
                     content = known.parent, known.tokens, known.hash, known.root
-                    store.prefixes[group].register(entry, *content)
+                    store.prefixes[group].register(entry, *content, worth=known.worth)
                     store.hold_source(entry)
                     adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
                     num_bytes += self._entry_bytes[group]

@@ -18,6 +18,11 @@ class HostedModel(nn.Module):
     one_at_a_time = False
 
     @property
+    def text_model(self) -> nn.Module:
+        """The part that computes tokens."""
+        return self
+
+    @property
     def extra_seconds(self) -> float:
         """The seconds that the model has computed outside its forwards."""
         raise NotImplementedError

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mlx_paged.kv.state_kind import StateKind
+from mlx_paged.kv.worth import TextWorth
 from mlx_paged.options import PoolConfig
 from mlx_paged.scheduler.step import Span
 
@@ -95,8 +96,9 @@ class StateMemory(Protocol):
     def num_bytes(self) -> int:
         """Bytes of all of them."""
 
-    def kind(self) -> StateKind | None:
-        """The kind of the states, for an allocator; None: the model has none."""
+    def kind(self, worth: TextWorth) -> StateKind | None:
+        """The kind of the states, for an allocator; None: the model has none. `worth` is that of
+        the parts of a text."""
 
     def decided(self, config: PoolConfig) -> PoolConfig:
         """Options with which another process keeps as many states."""

@@ -80,6 +80,8 @@ class ModelProfile:
             chunk. SINGLE if the model cannot compute a ragged batch.
         states: what its recurrent layers keep instead of K/V.
         attentions: the kinds of attention of its layers, each once.
+        chunk_attentions: the attention of each layer for the tokens of a chunk; that of its decodes
+            where a layer with latents computes the keys and values of each head for a chunk.
         sees: for each entry of `shapes` which tokens a query sees.
         last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
         embedding_rows: ids of the model's input are below it.
@@ -93,6 +95,7 @@ class ModelProfile:
     batching: Batching
     states: StateProfile
     attentions: tuple[AttentionKind, ...]
+    chunk_attentions: tuple[AttentionKind, ...]
     sees: tuple[Causal, ...]
     last_layer_narrows: bool
     embedding_rows: int
@@ -159,6 +162,15 @@ class _Recorder(AttendingCache, UntrimmedCache):
     def mask(self, columns: int, sees: Causal) -> mx.array:
         return mx.broadcast_to(mx.tri(columns, dtype=mx.bool_), (self.rows, 1, columns, columns))
 
+    @property
+    def found(self) -> list[AttentionKind]:
+        """The attention of layers to what it has. Where none was recorded, as many heads ask as
+        store keys."""
+        if self.attentions or self.shape is None:
+            return self.attentions
+        shape = self.shape
+        return [AttentionKind(shape, shape.n_kv_heads, shape.dtype, self.layer_sees, False)]
+
     def attend(self, query: Query) -> mx.array | None:
         shape, q = self.shape, query.q
         assert shape is not None
@@ -210,6 +222,9 @@ def probe(model: nn.Module) -> ModelProfile:
         batching=batching,
         states=StateProfile.of(states, diverts_states),
         attentions=tuple(dict.fromkeys(kinds)),
+        chunk_attentions=tuple(
+            kind for own, leaf in recorded for kind in leaf.attentions or own.found
+        ),
         sees=tuple(widest(s for r in pair for s in r.seen or [FULL]) for pair in recorded),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model, states),
         embedding_rows=embedding_rows,

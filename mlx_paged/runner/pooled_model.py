@@ -34,9 +34,11 @@ from mlx_paged.kv.memory import (
 )
 from mlx_paged.kv.pool import KVPool, planned_block_bytes
 from mlx_paged.kv.pool_holdings import pool_holdings
+from mlx_paged.kv.worth import TextWorth
 from mlx_paged.options import PoolConfig
 from mlx_paged.request import Request
 from mlx_paged.runner.hosted_model import HostedModel
+from mlx_paged.runner.layer_operations import text_work
 from mlx_paged.runner.layer_states import StateMemory
 from mlx_paged.runner.layer_work import command_bound
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
@@ -145,6 +147,13 @@ class MeasuredModel:
         return MemoryBudget(weights, pool, cache, step, gathered, tokens, self.bound)
 
     @property
+    def worth(self) -> TextWorth:
+        """What the parts of a text are worth that the model computes."""
+        block_bytes = self.plan.width * planned_block_bytes(self.plan.arrays)
+        work = text_work(self.model, self.profile)
+        return TextWorth(work, block_bytes, self.profile.states.kept_bytes)
+
+    @property
     def gathered(self) -> int:
         """Bytes that a step takes more where plain MLX computes."""
         kinds = self.model, self.profile, self.config
@@ -178,13 +187,15 @@ class PooledModel:
         self.config, self._is_alone = config, is_alone
         self.longest_chunk = _longest_chunk_of(self.plan, config)
         block_size, num_blocks = config.block_size, measured.num_blocks
+        worth = measured.worth
         self.allocator = make_allocator(
             num_blocks,
             block_size,
             self.plan.groups,
             self.longest_chunk,
-            measured.states.kind(),
+            measured.states.kind(worth),
             partial(WorthOrder, max_pinned=config.max_pinned),
+            worth,
         )
         self._has_compiled = measured.has_compiled
         self._kernel_seconds = measured.kernel_seconds

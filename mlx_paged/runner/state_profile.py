@@ -12,6 +12,7 @@ from mlx_paged.arguments import require
 from mlx_paged.kv.eight_bits import num_stored_bytes
 from mlx_paged.kv.snapshot_memory import num_snapshots_for
 from mlx_paged.kv.states import StateIds
+from mlx_paged.kv.worth import TextWorth
 from mlx_paged.options import PoolConfig
 from mlx_paged.runner.layer_states import LayerStates
 from mlx_paged.runner.recurrent_rows import RecurrentRows
@@ -29,13 +30,15 @@ class StateProfile:
     Attributes:
         exist: whether the model has such layers, so that a sequence cannot be rewound.
         are_diverted: whether they can compute rows of sequences with different numbers of tokens.
-        num_bytes: of a sequence's states in all such layers.
+        num_elements: of a sequence's states in all such layers.
+        num_bytes: of these states.
         bytes_in_8_bits: of these states with 8 bits an element.
         are_in_8_bits: whether states that are kept for later prompts are stored so.
     """
 
     exist: bool
     are_diverted: bool
+    num_elements: int
     num_bytes: int
     bytes_in_8_bits: int
     are_in_8_bits: bool = False
@@ -45,7 +48,8 @@ class StateProfile:
         """The profile of a model whose recurrent layers keep `states` of one sequence."""
         arrays: list[mx.array] = [a for leaf in states for a in leaf.cache if a is not None]
         num_bytes = sum(a.nbytes for a in arrays)
-        return cls(bool(states), are_diverted, num_bytes, sum(map(num_stored_bytes, arrays)))
+        in_8_bits = sum(map(num_stored_bytes, arrays))
+        return cls(bool(states), are_diverted, sum(a.size for a in arrays), num_bytes, in_8_bits)
 
     def stored_by(self, config: PoolConfig) -> "StateProfile":
         """The profile with states that are kept as the options say. Raises ValueError if there are
@@ -93,13 +97,14 @@ class PlannedStates:
         """Bytes of all of them."""
         return self.max_snapshots * self.profile.kept_bytes
 
-    def kind(self) -> StateIds | None:
-        """The kind of the states, for an allocator; None: the model has none."""
+    def kind(self, worth: TextWorth) -> StateIds | None:
+        """The kind of the states, for an allocator; None: the model has none. `worth` is that of
+        the parts of a text."""
         profile = self.profile
         if not profile.exist:
             return None
         layout = LAYOUT if profile.are_in_8_bits else ""
-        return StateIds(self.max_snapshots, profile.num_bytes, profile.kept_bytes, layout)
+        return StateIds(self.max_snapshots, profile.num_bytes, profile.kept_bytes, layout, worth)
 
     def decided(self, config: PoolConfig) -> PoolConfig:
         """Options with which another process plans as many states."""

@@ -1,13 +1,15 @@
 """GET /v1/cache: what the prefix caches know, in counts."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.kv.cached_block import CachedBlock
-from mlx_paged.kv.known_chains import Chain, chains, known_blocks
+from mlx_paged.kv.known_chains import Chain, chains, known_blocks, worths
+from mlx_paged.kv.worth import UNIT
 from mlx_paged.protocol.request_body import Refusal
 from mlx_paged.server.json_answer import JsonAnswer
 from mlx_paged.server.models import Models
@@ -36,15 +38,18 @@ async def cache(request: Request) -> JsonAnswer:
 
 
 def _read(models: Models, salt: str | None, most: int) -> list[dict[str, Any]]:
-    def blocks(engine: Engine) -> tuple[list[CachedBlock], float]:
-        return known_blocks(engine.manager.allocator), engine.clock()
+    def blocks(engine: Engine) -> tuple[list[CachedBlock], float, Callable[[CachedBlock], int]]:
+        allocator = engine.manager.allocator
+        return known_blocks(allocator), engine.clock(), worths(allocator)
 
     found = []
     for model in list(models.loaded.values()):
-        known, now = model.service.call(blocks)
-        count, longest = chains(known, None if salt is None else salt.encode(), most, now)
+        known, now, value = model.service.call(blocks)
+        of_salt = None if salt is None else salt.encode()
+        count, longest = chains(known, of_salt, most, now, value)
         told = [_told(chain, of_all=salt is None) for chain in longest]
-        found.append({"model": models.names.label(model.name), "num_chains": count, "chains": told})
+        name = models.names.label(model.name)
+        found.append({"model": name, "num_chains": count, "worth_unit": UNIT, "chains": told})
     return found
 
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +23,9 @@ from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
 from mlx_paged.runner.skip_unsampled import attached_to, lock_of, override
 from mlx_paged.vision.image_spans import ImageSpans, Picture, size_of
+from mlx_paged.vision.kept_features import KeptFeatures
 from mlx_paged.vision.prompts import ImageProcessor
+from mlx_paged.vision.tower_work import TowerWork
 
 KEPT_BYTES = 256 << 20
 """Bytes of pictures' features that are kept for later requests."""
@@ -127,33 +128,31 @@ class Features(NamedTuple):
 
 
 class PictureFeatures:
-    """Features of the pictures that were seen last.
+    """Features of the pictures that are worth most.
 
     Attributes:
         num_encoded: calls of the vision tower.
         seconds: that these calls took.
-        nbytes: of the features that are kept.
     """
 
     def __init__(self, vlm: Any) -> None:
-        self._vlm = vlm
-        self._kept: OrderedDict[bytes, Features] = OrderedDict()
+        self._vlm, self._work = vlm, TowerWork.of(vlm)
+        self._kept = KeptFeatures(KEPT_BYTES)
         self._lock = Lock()  # engines on one model share these
-        self.num_encoded, self.seconds, self.nbytes = 0, 0.0, 0
+        self.num_encoded, self.seconds = 0, 0.0
 
     def of(self, picture: Picture) -> Features:
         """The features of a picture, computed now if they are not known."""
         with self._lock:
-            if picture.digest in self._kept:
-                self._kept.move_to_end(picture.digest)
-                return self._kept[picture.digest]
+            kept: Features | None = self._kept.get(picture.digest)
+            if kept is not None:
+                return kept
             started = time.perf_counter()
-            found = self._kept[picture.digest] = self._computed(picture)
+            found = self._computed(picture)
             self.seconds += time.perf_counter() - started
             self.num_encoded += 1
-            self.nbytes += size_of(found)
-            while self.nbytes > KEPT_BYTES and len(self._kept) > 1:
-                self.nbytes -= size_of(self._kept.popitem(last=False)[1])
+            operations = self._work.of_inputs(picture.inputs)
+            self._kept.add(picture.digest, found, size_of(found), operations)
             return found
 
     def forget(self) -> bool:
@@ -161,8 +160,12 @@ class PictureFeatures:
         with self._lock:
             had_any = bool(self._kept)
             self._kept.clear()
-            self.nbytes = 0
             return had_any
+
+    @property
+    def nbytes(self) -> int:
+        """Of the features that are kept."""
+        return self._kept.nbytes
 
     def _computed(self, picture: Picture) -> Features:
         tokens, rows = mx.array(picture.tokens)[None], mx.array(picture.rows.astype(np.int32))
@@ -249,6 +252,11 @@ class SeeingModel(HostedModel):
 
     def holdings(self) -> list[Holding]:
         return [Holding("image_features", self.pictures.nbytes, KEPT_BYTES, is_mlx=True)]
+
+    @property
+    def text_model(self) -> nn.Module:
+        language: nn.Module = self.vlm.language_model
+        return language
 
     @property
     def layers(self) -> Any:

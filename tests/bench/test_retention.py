@@ -10,6 +10,7 @@ from bench.retention import __main__ as bench
 from bench.retention.bound import _block_numbers, bound_with_places, clairvoyant_bound
 from bench.retention.lru import LeastRecentlyUsed
 from bench.retention.traces import TRACES, Ask, Trace, chat
+from bench.retention.works import WORKS
 from mlx_paged.kv.eviction import WorthOrder
 
 
@@ -121,9 +122,27 @@ def test_the_last_line_is_json(capsys, monkeypatch):
     bench.main(["--traces", "chat beside 1x"])
     head, line, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)["traces"]["chat beside 1x"]
-    assert head.startswith("trace") and line.startswith("chat beside 1x")
+    assert (
+        head.startswith("trace")
+        and head.count("operations again") == 1
+        and line.startswith("chat beside 1x")
+    )
     counts = {"bound", "with_places", "best_over_bound", "prompt_tokens"}
     assert set(result) == counts | {"lru", "ours"}
+
+
+def test_another_seed_is_another_trace():
+    for name in ("agents", "tenants", "crowd"):
+        assert TRACES[name](1) == TRACES[name](1) != TRACES[name](0) == TRACES[name]()
+
+
+def test_operations_of_what_is_computed_again_are_those_of_the_model():
+    """The last prompt token alone, after 63 others."""
+    work = WORKS["SmolLM2-135M"]
+    counts = bench.replayed(small([[1, 2], [3, 4], [1, 2]]), WorthOrder, work)
+    assert counts.operations == 30 * 2 * (2 * 576**2 + 2 * 576 * 192 + 3 * 576 * 1536) + 64 * (
+        30 * 9 * 64 * 4
+    )
 
 
 def test_an_unknown_trace_is_refused(capsys):

@@ -6,8 +6,10 @@ import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.cached_block import CachedBlock
-from mlx_paged.kv.eviction import FOLLOWERS, MOST_KEPT, WorthOrder
+from mlx_paged.kv.eviction import FOLLOWERS, HALF_LIFE, MOST_KEPT, WorthOrder
+from mlx_paged.kv.frequency import ONE
 from mlx_paged.kv.layer_groups import LayerGroup
+from mlx_paged.kv.worth import TOKENS, Pairs, TextWorth, Work
 
 BLOCK = 4
 POOL = 64
@@ -163,13 +165,15 @@ def test_the_order_is_that_of_a_search_through_all_blocks(seed):
     children: dict[int, set[int]] = {}
     parents: dict[int, int] = {}
     since: dict[int, int] = {}
-    ranks: dict[int, int] = {}
-    floor = 0
+    ranks: dict[int, float] = {}
     for step in range(400):
         free = [block for block in range(30) if block not in idle]
         if free and rng.random() < 0.6:
             known = CachedBlock(rng.choice(free), rng.randbytes(4), b"", b"")
             known.uses = rng.choice((-1, 0, 0, 1, 2, 9))
+            known.score = ONE * rng.randrange(6) if known.uses > 0 else 0
+            exponent = rng.randrange(5)
+            known.worth = 1 << exponent
             before = rng.choice([None, *idle.values()])
             uses = known.uses
             order.registered(known, before)
@@ -180,7 +184,8 @@ def test_the_order_is_that_of_a_search_through_all_blocks(seed):
             assert known.uses >= uses
             order.add(known, is_followed=False)
             idle[known.block], since[known.block] = known, step + 0.5
-            ranks[known.block] = known.uses + (floor if known.uses > 0 else 0)
+            is_used = known.uses > 0
+            ranks[known.block] = known.score / ONE + exponent if is_used else known.uses
         elif idle:
             used = [k for k in idle.values() if k.uses > 0]
             leaves = [k for block, k in idle.items() if not children.get(block)]
@@ -191,8 +196,6 @@ def test_the_order_is_that_of_a_search_through_all_blocks(seed):
             )
             block = order.next()
             assert block == expected.block
-            if expected.uses > 0:
-                floor = max(floor, ranks[block])
             order.remove(block)
             order.check_integrity()
             del idle[block]
@@ -200,3 +203,61 @@ def test_the_order_is_that_of_a_search_through_all_blocks(seed):
                 children[before].discard(block)
                 if not children[before]:
                     order.last_of_its_text(idle[before])
+
+
+def test_texts_that_part_get_a_share_of_the_uses_of_what_they_have_in_common():
+    order, system = WorthOrder(POOL), CachedBlock(0, b"s", b"", b"")
+    texts = [CachedBlock(i, bytes([i]), b"s", b"") for i in range(1, 6)]
+    order.registered(texts[0], system)
+    for _ in range(8):
+        order.used(system, None)
+    for text in texts[1:5]:
+        order.registered(text, system)
+        order.used(text, system)
+    later = CachedBlock(9, b"9", b"s", b"")
+    order.registered(later, system)
+    assert system.score == pytest.approx(3 * ONE, rel=0.01)
+    assert later.score == pytest.approx(ONE, rel=0.03)  # one of four
+    alone = CachedBlock(10, b"10", b"9", b"")
+    order.registered(alone, later)
+    assert alone.score == later.score
+
+
+def test_a_use_counts_half_after_a_half_life():
+    order = WorthOrder(POOL)
+    early, twice, late = (CachedBlock(i, bytes([i]), b"", b"") for i in range(3))
+    for known in (early, twice, twice):
+        order.used(known, None)
+    for known in (CachedBlock(9, b"9", b"", b""),) * (HALF_LIFE * POOL):
+        order.add(known, is_followed=False)
+        order.remove(order.next())
+    order.used(late, None)
+    assert late.score - early.score == pytest.approx(ONE, rel=1e-6)
+    assert late.score == pytest.approx(twice.score, rel=1e-6)
+
+
+def test_what_returns_counts_as_often_used_as_before():
+    order = WorthOrder(POOL)
+    known = CachedBlock(0, bytes(16), b"", b"")
+    for _ in range(7):
+        order.used(known, None)
+    order.evicted(known)
+    again = CachedBlock(1, bytes(16), b"", b"")
+    order.registered(again, None)
+    assert again.uses == 1 and again.score == pytest.approx(3 * ONE, rel=0.01)
+
+
+def test_late_blocks_of_long_texts_stay_as_their_attention_takes_more():
+    """Of two texts that are used as often, the end of the longer one is worth more."""
+    long, short = CHAT, [-1 - token for token in CHAT[: 5 * BLOCK]]
+    kept = []
+    for work in (TOKENS.work, Work(1, (Pairs(None, 1),))):
+        pool = Pool(20, worth=TextWorth(work, 1))
+        for text in (long, short):
+            pool.say(text[:-4])
+            pool.say(text)
+        other = [1000 + i for i in range(7 * BLOCK)]
+        pool.say(other[:-4])
+        pool.say(other)
+        kept.append((pool.knows(long), pool.knows(short)))
+    assert kept[0][0] < kept[1][0] == len(long) and kept[0][1] == len(short) > kept[1][1]

@@ -6,13 +6,14 @@ import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.known_chains import chains, known_blocks
+from mlx_paged.kv.worth import KIB, Pairs, TextWorth, Work
 
 SIZE = 4
 
 
-def with_texts(texts, salt=b"", held=()):
+def with_texts(texts, salt=b"", held=(), **options):
     """An allocator that knows these texts; the sequences `held` are not freed."""
-    allocator = BlockAllocator(64, SIZE)
+    allocator = BlockAllocator(64, SIZE, **options)
     for i, text in enumerate(texts):
         found = allocator.admit(i, len(text), text, salt).num_cached
         allocator.make_writable(i, found, len(text))
@@ -24,7 +25,7 @@ def with_texts(texts, salt=b"", held=()):
 
 
 def longest(allocator, salt=b"", most=100):
-    return chains(known_blocks(allocator), salt, most)
+    return chains(known_blocks(allocator), salt, most, value=allocator.store.idle.value)
 
 
 def test_a_chain_is_a_text_up_to_its_last_known_block():
@@ -58,6 +59,18 @@ def test_a_text_that_is_used_again_has_hits_and_what_is_held_is_in_use():
     assert by_tokens[12].hits > 0 == by_tokens[8].hits
     assert by_tokens[8].in_use and not by_tokens[12].in_use
     assert by_tokens[8].age == 0
+
+
+def test_the_worth_of_a_chain_is_the_operations_that_a_kib_of_its_last_block_saves():
+    worth = TextWorth(Work(100, (Pairs(None, 10),)), KIB // 4)
+    texts = [[*range(12)], [*range(12), 99], [*range(12), 98], [*range(50, 58)]]
+    allocator = with_texts(texts, worth=worth)
+    by_tokens = {each.tokens: each for each in longest(allocator)[1]}
+    assert by_tokens[8].worth == 0
+    once = 4 * (4 * 100 + 10 * (9 + 10 + 11 + 12))
+    assert by_tokens[12].worth == pytest.approx(2 * once, rel=0.01)
+    allocator.retention.pin([*range(12)], b"", 1.0)
+    assert longest(allocator)[1][0].worth == 0
 
 
 @pytest.mark.sampled(2)

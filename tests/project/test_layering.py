@@ -80,7 +80,7 @@ MAY_IMPORT = {
     },
     "pressure": set[str](),
     "formats": {"chat", "outputs", "sampling_params"},
-    "vision": {"arguments", "holdings", "chat", "cli", "prompt", "runner", "ops"},
+    "vision": {"arguments", "holdings", "chat", "cli", "prompt", "runner", "kv", "ops"},
     "chat": set[str](),
     "launched": set[str](),
     "loading": {"option_kinds", "cli", "launched", "model_folders", "options", "vision", "runner"},
@@ -163,7 +163,7 @@ NO_MLX = [
     *("protocol.request_body", "protocol.responses", "protocol.turns"),
     *("engine.pool_size", "pressure.ladder", "pressure.system", "pressure.watch"),
     *("server.keys", "server.log_format", "server.sockets", "server.workers"),
-    *("vision.images", "vision.flags", "vision.image_spans", "prompt"),
+    *("vision.images", "vision.flags", "vision.image_spans", "vision.kept_features", "prompt"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

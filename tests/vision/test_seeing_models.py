@@ -13,7 +13,6 @@ from mlx_paged import Engine, UnsupportedModelError
 
 mlx_vlm = pytest.importorskip("mlx_vlm", reason="needs mlx-vlm: pip install '.[vision]'")
 
-from mlx_paged.vision import host
 from mlx_paged.vision.host import REASONS, SEEING, SeeingModel
 from mlx_paged.vision.image_spans import Picture
 from tests.support.models import seeing_models as tiny
@@ -106,7 +105,7 @@ def test_features_that_are_not_kept_are_computed_again(monkeypatch):
     expected = [tiny.alone(model, prompt, MAX_TOKENS) for prompt in prompts]
     engine = make(model, prefix_cache=False, max_running=1)
     pictures = engine.runner.model.pictures
-    monkeypatch.setattr(host, "KEPT_BYTES", 1)
+    monkeypatch.setattr(pictures._kept, "_max_bytes", 1)
     assert answers(engine, prompts) == expected
     last = pictures.of(prompts[-1].image_spans.pictures[0])
     assert pictures.num_encoded == 4 and pictures.nbytes == last.embeddings.nbytes
