@@ -177,6 +177,14 @@ class layers:
     write_slot: Callable[[list[mx.array], list[mx.array | None], int], None]
     is_dense: Callable[[mx.array], bool]
 
+class recurrent:
+    """The submodule of recurrent layers, for CPUs; python/recurrent_bindings.cpp documents them."""
+
+    gated_delta: Callable[..., tuple[mx.array, mx.array]]
+    state_space_scan: Callable[..., tuple[mx.array, mx.array]]
+    selective_scan: Callable[..., tuple[mx.array, mx.array]]
+    depthwise_convolution: Callable[..., mx.array]
+
 class metal:
     """The submodule of launch plans; a call is a dict, see its documentation. Functions that plan
     take the arguments of the functions of this module, but no stream."""

@@ -215,6 +215,7 @@ NB_MODULE(_ext, m) {
   m.attr("BUILT_WITH") = built_with;
 
   bind_layers(m);
+  bind_recurrent(m);
   bind_plans(m);
 }
 

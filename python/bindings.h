@@ -15,8 +15,9 @@ using namespace nb::literals;
 void bind_calls(nb::module_& module);
 void bind_graphs(nb::module_& module);
 
-// The submodules `layers` and `metal`.
+// The submodules `layers`, `recurrent` and `metal`.
 void bind_layers(nb::module_& module);
+void bind_recurrent(nb::module_& module);
 void bind_plans(nb::module_& module);
 
 // Binds a function with the arguments of paged_attention. `Extra` are the types of further

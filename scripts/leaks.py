@@ -108,7 +108,7 @@ FEATURES = {
             *("*behind*", "rewinds", "restores", "catch_up", "keep_state", "advance_each"),
             *("adopt_state", "state_after", "state_key"),
         ),
-        at_home=("scheduler/progress.py",),
+        at_home=("scheduler/progress.py", "ops/cpu_recurrent.py"),
     ),
     "windows": Feature(
         (),

@@ -8,8 +8,8 @@ namespace mlx_paged::cpu {
 namespace {
 
 std::vector<Kernel> find_kernels() {
-  std::vector<Kernel> kernels = {
-      {"baseline", baseline::attend, baseline::kLayerKernels, baseline::kLinearKernels}};
+  std::vector<Kernel> kernels = {{"baseline", baseline::attend, baseline::kLayerKernels,
+                                  baseline::kLinearKernels, baseline::kRecurrentKernels}};
 #if defined(MLX_PAGED_X86_KERNELS)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -18,14 +18,16 @@ std::vector<Kernel> find_kernels() {
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
   if (avx2) {
-    kernels.push_back({"avx2", avx2::attend, avx2::kLayerKernels, avx2::kLinearKernels});
+    kernels.push_back(
+        {"avx2", avx2::attend, avx2::kLayerKernels, avx2::kLinearKernels, avx2::kRecurrentKernels});
   }
   if (avx512) {
-    kernels.push_back({"avx512", avx512::attend, avx512::kLayerKernels, avx512::kLinearKernels});
+    kernels.push_back({"avx512", avx512::attend, avx512::kLayerKernels, avx512::kLinearKernels,
+                       avx512::kRecurrentKernels});
   }
   if (avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-    kernels.push_back(
-        {"avx512_vnni", avx512::attend, avx512::kLayerKernels, avx512_vnni::kLinearKernels});
+    kernels.push_back({"avx512_vnni", avx512::attend, avx512::kLayerKernels,
+                       avx512_vnni::kLinearKernels, avx512::kRecurrentKernels});
   }
 #endif
   return kernels;

@@ -7,6 +7,7 @@
 #include "csrc/cpu/attention/attention_kernel.h"
 #include "csrc/cpu/layers/layer_kernels.h"
 #include "csrc/cpu/linear/linear_kernels.h"
+#include "csrc/cpu/recurrent/recurrent_kernels.h"
 
 namespace mlx_paged::cpu {
 
@@ -17,6 +18,7 @@ struct Kernel {
   Attend* attend;
   const LayerKernelTable& layers;
   const LinearKernels& linear;
+  const RecurrentKernelTable& recurrent;
 };
 
 // The build in use: the one that MLX_PAGED_CPU names, else the fastest that this machine can run.

@@ -30,15 +30,15 @@ class AttentionBackend:
         ways: by the properties of a call that choose its way.
         writes: whether rows are written in place, by their properties.
         write: what writes the rows; None: not known, or plain MLX.
-        attention: the kind of call that the layers make again and again, behind what chose its
-            way; None: not known.
+        attention: by what the queries of a layer see, the kind of call that such layers make again
+            and again, behind what chose its way.
     """
 
     def __init__(self) -> None:
         self.ways: dict[Hashable, Way] = {}
         self.writes: dict[Hashable, bool] = {}
         self.write: ops.KnownWrite | None = None
-        self.attention: tuple[Hashable, int, Causal, ops.KnownAttention] | None = None
+        self.attention: dict[Causal, tuple[Hashable, int, ops.KnownAttention]] = {}
         self._sinks: tuple[mx.array, mx.array] | None = None  # as given, and in float32
 
     def float32(self, sinks: mx.array) -> mx.array:

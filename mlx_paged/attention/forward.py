@@ -292,11 +292,11 @@ class LayerView(AttendingCache):
         return self.gathered_rows(query, forward.block_tables, forward.context_lens)
 
     def attend_again(self, q: mx.array, scale: float) -> mx.array | None:
-        forward, kept = self.forward, self._backend.attention
+        forward, kept = self.forward, self._backend.attention.get(self.sees)
         if kept is None or not forward.is_read:
             return None
-        size, few_queries, sees, known = kept
-        if sees is not self.sees or size != forward.size or few_queries != self._few_queries:
+        size, few_queries, known = kept
+        if size != forward.size or few_queries != self._few_queries:
             return None
         out = ops.attend_known(q, self.pool.stored, self.layer, forward.arrays, known, scale)
         if out is not None:
@@ -309,7 +309,7 @@ class LayerView(AttendingCache):
         if is_own and way.is_compiled and not self.is_latent and not ops.is_transforming():
             kind = {"shares": way.shares, "rotates": self.shape.rotates}
             known = ops.KnownAttention(query.q, **kind, **self.sees.options)
-            self._backend.attention = self.forward.size, self._few_queries, self.sees, known
+            self._backend.attention[self.sees] = self.forward.size, self._few_queries, known
 
     def _way(self, query: Query) -> Way:
         """What computes the query: asked once for each kind of call."""

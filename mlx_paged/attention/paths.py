@@ -33,9 +33,9 @@ FUSED_QUERIES = 1024
 mask."""
 
 HEADS_OF_MLX = 64, 72, 80, 96, 128
-"""The head dimensions of MLX's fast kernel. Other heads get their scores in memory, which pays on a
-GPU with matrix units of its own: there products are three to four times as fast, elsewhere as fast
-as those of this package's kernel."""
+"""The head dimensions of MLX's fast kernel. For other heads MLX keeps the scores in memory. This
+pays only on a GPU with matrix units of its own: there MLX's products are three to four times as
+fast as those of this package's kernel, on other GPUs as fast."""
 
 ANY_NUMBER = 2**31
 

@@ -10,8 +10,7 @@ rotary keys, another product with that cache, as the mask. Such a call goes to t
 else.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any, NamedTuple, Self
 
@@ -114,27 +113,34 @@ class RotaryScores(TaggedArray):
     sees: Causal = FULL  # by the causal mask that was applied to the scores
 
 
-_lock = Lock()
-_active = 0
+class _AttentionHook:
+    """The context of :func:`attention_hook`."""
 
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_active = 0
 
-@contextmanager
-def attention_hook() -> Iterator[None]:
-    """Divert attention within this context. Contexts may nest, and overlap in several threads.
-    MLX's functions return when all have ended."""
-    global _active
-    with _lock:
-        _active += 1
-        mx.fast.scaled_dot_product_attention = _attention
-        mx.where = _where
-    try:
-        yield
-    finally:
-        with _lock:
-            _active -= 1
-            if _active == 0:
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_active += 1
+            mx.fast.scaled_dot_product_attention = _attention
+            mx.where = _where
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._num_active -= 1
+            if self._num_active == 0:
                 mx.fast.scaled_dot_product_attention = mlx_attention
                 mx.where = mlx_where
+
+
+_hook = _AttentionHook()
+
+
+def attention_hook() -> AbstractContextManager[None]:
+    """A context that diverts attention. It may nest, and overlap in several threads: MLX's
+    functions return when all have left it."""
+    return _hook
 
 
 def _attention(

@@ -25,9 +25,9 @@ class CacheControl:
     def pin(
         self, prompt: PromptLike, *, seconds: float | None = None, cache_salt: str = ""
     ) -> Pinned:
-        """Evict the known K/V of a prompt after all other: from its beginning on, as far as the
-        owner's share of the pool allows. The owner is the salt. A request that needs the blocks
-        gets them nevertheless.
+        """Keep the known K/V of a prompt: it is evicted after all other K/V, from the prompt's
+        beginning on, as far as the share of its owner in the pool allows. The owner is the salt. A
+        request that needs the blocks gets them nevertheless.
 
         Args:
             seconds: how long, at most a week; None: until it is forgotten. 0 ends a pin.

@@ -74,6 +74,9 @@ def _json_file(path: str) -> dict[str, Any]:
     try:
         return json_object(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
+        if path.lstrip().startswith("{"):
+            expected = f"expected the name of a file that has the schema, got {path:.60}"
+            raise argparse.ArgumentTypeError(expected) from None
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"{path}: not UTF-8: {error.reason}") from None

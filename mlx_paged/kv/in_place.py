@@ -22,12 +22,13 @@ def _is_written_in_place(shape: KVShape, size: int) -> bool:
 
 
 def is_copied_in_place(shape: KVShape) -> bool:
-    """Whether the default device copies blocks of such a layer by a kernel, likewise."""
+    """Whether the default device copies blocks of such a layer by a kernel. It asks the GPU's
+    compiler."""
     return ops.copies_in_place(*_targets_of(shape, 1), mx.zeros((1, 2), mx.int32))
 
 
 def _targets_of(shape: KVShape, size: int) -> tuple[mx.array, mx.array]:
-    """Keys and values of one block, as a pool's ops take them; nobody computes them."""
+    """Keys and values of one block, as a pool's ops take them; they are not evaluated."""
     k, v = (
         mx.zeros((shape.n_kv_heads, 1, size, form.columns(dims)), form.dtype)
         for form, dims in zip(shape.formats, shape.row_dims, strict=True)

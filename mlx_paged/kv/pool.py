@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import mlx.core as mx
@@ -421,11 +421,11 @@ class KVPool:
         """Replace all handles by others over the same buffers, in the order of :meth:`handles`."""
         given = iter(handles)
         for of_layers in self.stored:
-            of_layers[:] = islice(given, self.n_layers)
+            of_layers[:] = islice(given, len(of_layers))
 
     def handles(self) -> list[mx.array]:
         """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
-        return [handle for handles in self.stored for handle in handles]
+        return list(chain.from_iterable(self.stored))
 
 
 def _evaluate(*arrays: mx.array) -> None:

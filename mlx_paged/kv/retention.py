@@ -59,7 +59,7 @@ class Retention:
         return num_blocks
 
     def expire(self, clock: Callable[[], float]) -> None:
-        """Pins and marks that end by now have ended. The clock is read if there are any."""
+        """End the pins and marks whose time is over. The clock is read only if there are any."""
         if self._store.idle.has_ends:
             self._store.idle.expire(clock())
 

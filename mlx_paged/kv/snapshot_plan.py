@@ -62,9 +62,10 @@ def snapshots_on_the_way(
 def way_points(
     start: int, stop: int, last: int, ends: Iterable[int], block_size: int, parts: float
 ) -> list[int]:
-    """Ends of blocks in ``(start, stop]``, so that every text which departs from this one finds a
-    state after all but one part in `parts` of what they have in common. A geometric series does
-    that: n tokens have about ``parts * log(n)`` of them.
+    """Ends of blocks in ``(start, stop]`` at which snapshots are taken on the way. A text that has
+    n tokens in common with this one then finds a state after about ``n * (1 - 1 / parts)`` of them
+    or more. The positions are a geometric series: n tokens have about ``parts * log(n)`` of
+    them.
 
     Args:
         last: position of the latest snapshot before `start`.

@@ -7,12 +7,13 @@ MLX's own kernels.
 
 Linear layers, plain and quantized, are one op each (docs/cpu-linear.md). MLX computes products with
 quantized or 16-bit weights on one thread, and a linear layer is up to five nodes of its graph.
+:mod:`mlx_paged.ops.cpu_recurrent` has the functions of recurrent layers.
 """
 
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
@@ -22,8 +23,12 @@ import mlx.nn as nn
 from mlx_lm.models import activations, switch_layers
 
 from mlx_paged import _ext
+from mlx_paged.ops.cpu_recurrent import KNOWN, Known, functions_of
 
 Layer = Callable[..., mx.array]
+
+UNCHANGED: AbstractContextManager[None] = nullcontext()
+"""A context in which MLX's functions stay."""
 
 _DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
 
@@ -90,14 +95,15 @@ class CPULayers:
             module = sys.modules.get(name)
             if getattr(module, "swiglu", None) is mlx_swiglu:
                 self._attributes.append(Attribute(module, "swiglu", mlx_swiglu, _swiglu))
+        self._attributes += [_known[known] for known in functions_of(model)]
+
+    def diverted(self) -> AbstractContextManager[None]:
+        """A context that uses the fused kernels for this thread's calls, if its device is a CPU.
+        Contexts may nest, and overlap in several threads; the last one restores MLX's functions."""
+        return self._diverted() if mx.default_device() == mx.cpu else UNCHANGED
 
     @contextmanager
-    def diverted(self) -> Iterator[None]:
-        """Use the fused kernels for this thread's calls within the context, if its device is a CPU.
-        Contexts may nest, and overlap in several threads; the last one restores MLX's functions."""
-        if mx.default_device() != mx.cpu:
-            yield
-            return
+    def _diverted(self) -> Iterator[None]:
         thread = get_ident()
         with _lock:
             _inside.setdefault(thread, []).append(self)
@@ -242,6 +248,17 @@ _fused: dict[type[nn.Module], Layer] = {
     switch_layers.SwitchLinear: _switch_linear,
     switch_layers.QuantizedSwitchLinear: _quantized_switch_linear,
 }
+
+
+def _attribute_of(known: Known) -> Attribute:
+    def call(*args: Any, **options: Any) -> Any:
+        function = known.replaced if get_ident() in _inside else known.original
+        return function(*args, **options)
+
+    return Attribute(known.owner, known.name, known.original, call)
+
+
+_known = {known: _attribute_of(known) for known in KNOWN}
 
 
 def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
+from operator import attrgetter
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,11 @@ from mlx_paged.request import Request
 from mlx_paged.runner.buckets import Buckets
 from mlx_paged.sampling.sampler import PendingTokens
 from mlx_paged.scheduler.step import Span
+
+ID = attrgetter("id")
+
+SampledRows = tuple[mx.array, mx.array, Int32Array]
+"""Of some rows the logits, the newest tokens and the numbers of tokens."""
 
 SPARE_COLUMNS = 16  # blocks by which the longest sequence may grow before all rows are copied
 
@@ -156,6 +162,12 @@ def of_members(values: Int32Array) -> list[mx.array]:
     return [mx.array(values[0])] if len(values) == 1 else list(mx.array(values))
 
 
+def joined(parts: Sequence[SampledRows]) -> SampledRows:
+    """The rows of all parts, in order."""
+    logits, newest, lengths = map(list, zip(*parts, strict=True))
+    return mx.concatenate(logits), mx.concatenate(newest), np.concatenate(lengths)
+
+
 class Batch:
     """The arrays of one forward, shared by all layers.
 
@@ -210,9 +222,13 @@ class Batch:
         self.scored: list[tuple[Request, range]] = []
         self.logits_of: mx.array | None = None
         tables = tables or BatchTables.of_groups(allocator)
-        starts = [s.start for s in spans if s.stop - s.start == s.samples == 1 and not s.forks]
+        starts, requests = list[int](), list[Request]()
+        for span in spans:
+            if span.stop - span.start == span.samples == 1 and not span.forks:
+                starts.append(span.start)
+                requests.append(span.request)
         if layout is Layout.ROWS and len(starts) == len(spans) and not scores:
-            self._lay_out_decodes(starts, tables)
+            self._lay_out_decodes(starts, requests, tables)
         else:
             self._lay_out(allocator, tables, scores)
         self.tokens = self.newest = self._known_and_coming(self.spans, coming)
@@ -222,10 +238,13 @@ class Batch:
         if self.num_empty:
             self.tokens = mx.pad(self.tokens, (0, self.num_empty))
 
-    def _lay_out_decodes(self, starts: list[int], tables: Sequence[BatchTables]) -> None:
-        """Lay out spans of one token each, at these positions, which each choose the next one."""
-        self.sampled = [span.request for span in self.spans]
-        self.seq_ids = [request.id for request in self.sampled]
+    def _lay_out_decodes(
+        self, starts: list[int], requests: list[Request], tables: Sequence[BatchTables]
+    ) -> None:
+        """Lay out spans of one token each, at these positions, which each choose the next one of
+        these requests."""
+        self.sampled = requests
+        self.seq_ids = list(map(ID, self.sampled))
         self.decodes_only = self.samples_all = True
         self.num_decodes = self.num_tokens = self.num_sampled_rows = len(starts)
         self._starts = self._positions = np.array(starts, np.int32)

@@ -12,7 +12,7 @@ from mlx_paged.scheduler.command_bound import CommandBound
 
 
 def command_bound(model: nn.Module, profile: ModelProfile) -> CommandBound:
-    """The bound of a model's command buffers, with the mean of its layers."""
+    """The bound of a model's command buffers. Each layer counts as the mean of all layers."""
     products, stored, widths = [0.0], 0, 0
     for name, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         weight = getattr(layer, "weight", None)

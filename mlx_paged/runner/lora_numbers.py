@@ -25,8 +25,8 @@ class LoRANumbers:
         self.absent_in: int | None = None
 
     def form(self, structure: int) -> int:
-        """`structure`, a number of the model's modules and keys, or where there are LoRA layers
-        another one for other numbers."""
+        """A number that differs where a trace does not fit: where the model's modules and keys
+        differ, which `structure` tells, or the scales of its LoRA layers."""
         if structure != self._structure:
             self._structure, self._paths = structure, _paths_in(self._model)
         if not self._paths:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
-from mlx_paged.runner.batch import Batch, BatchTables, Layout
+from mlx_paged.runner.batch import Batch, BatchTables, Layout, SampledRows, joined
 from mlx_paged.runner.buckets import Buckets
 from mlx_paged.runner.compiled_decode import CompiledDecode, weakly, why_untraceable
 from mlx_paged.runner.device_errors import (
@@ -194,9 +194,7 @@ class ModelRunner:
     ) -> list[mx.array]:
         """Build the forwards of a step; return the arrays with which a step that is held back
         begins. The device computes them while the tokens of the step before are returned."""
-        logits: list[mx.array] = []
-        newest: list[mx.array] = []
-        lengths: list[Int32Array] = []
+        sampled: list[SampledRows] = []
         first: list[mx.array] | None = None
         scores: Scores | None = None
         batches = self._batches(step, coming)
@@ -217,25 +215,21 @@ class ModelRunner:
                 del part
             if batch.sampled:
                 launched.requests += batch.sampled
-                logits.append(own)
-                newest.append(batch.newest)
-                lengths.append(batch.sampled_lengths)
+                sampled.append((own, batch.newest, batch.sampled_lengths))
         launched.pending, self._loaded = self.pool.handles() + self._loaded, []
-        launched.pending += [array for each in launched.hidden for array in each.arrays]
+        for hidden in launched.hidden:
+            launched.pending += hidden.arrays
         if self.states.exist:
             self.states.release(step.released)
             self.states.rest(step.rested)
             launched.pending += self.states.separate(step.spans) + self.states.left_by(step.spans)
-        if logits:
-            guesses = {s.request.id: s.known[1 - s.samples :] for s in step.spans if s.samples > 1}
-            launched.unsampled = (
-                _joined(logits),
-                launched.requests,
-                _joined(newest),
-                np.concatenate(lengths),
-                scores,
-                guesses,
-            )
+        if sampled:
+            logits, newest, lengths = sampled[0] if len(sampled) == 1 else joined(sampled)
+            guesses = dict[int, list[int]]()
+            for span in step.spans if not step.is_plain else ():
+                if span.samples > 1:
+                    guesses[span.request.id] = span.known[1 - span.samples :]
+            launched.unsampled = logits, launched.requests, newest, lengths, scores, guesses
         return first or []
 
     def _forward_and_first(
@@ -315,10 +309,11 @@ class ModelRunner:
             scores.deliver()
         if launched.sampled is None:
             return []
-        tokens, logprobs, tops = on_host(launched.sampled)
-        errors = outside_rows(launched.sampled, tokens) | launched.errors
-        rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
-        return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
+        columns = launched.requests, *on_host(launched.sampled)
+        errors = launched.errors
+        if launched.sampled.chosen is not None:
+            errors = outside_rows(launched.sampled, columns[1]) | errors
+        return list(map(SampledToken, *columns, map(errors.get, range(len(columns[0])))))
 
     def go_on(self, launched: LaunchedStep) -> None:
         """Begin all of a step that is held back. Choose the tokens of a step whose sampler waits
@@ -422,15 +417,15 @@ class ModelRunner:
     def _batches(self, step: Step, coming: PendingTokens | None) -> list[Batch]:
         """A step's forwards: one forward of rows for all tokens that may share it, and one for each
         other chunk. A chunk is cut at the states that it leaves."""
-        together, alone = self._shared_and_alone(step.spans)
         make = partial(Batch, allocator=self.allocator, coming=coming, scores=step.scores)
+        if self.batching is Batching.MIXED:
+            return [make(step.spans, tables=self._tables)]
+        together, alone = self._shared_and_alone(step.spans)
         batches = [make(together, tables=self._tables)] if together else []
         return batches + [make([p], layout=Layout.CHUNK) for span in alone for p in span.pieces()]
 
     def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
         """Spans that may share a forward of rows, and spans that each need their own."""
-        if self.batching is Batching.MIXED:
-            return spans, ()
         if self.batching is Batching.SINGLE:
             return (), spans
         decodes = [s for s in spans if s.start > 0 and (len(s) == 1 or s.samples > 1 or s.stored)]
@@ -441,10 +436,8 @@ class ModelRunner:
         return decodes, [span for span in spans if span.request.id not in shared]
 
     def _narrowed(self, batch: Batch) -> AbstractContextManager[None]:
-        """A context in which the last layer computes only the sampled rows, if that saves time."""
-        is_worth_it = 0 < batch.num_sampled_rows <= batch.num_tokens - WORTH_SKIPPING
-        if self.last_layer is None or not is_worth_it:
-            return nullcontext()
+        """A context in which the last layer computes only the sampled rows."""
+        assert self.last_layer is not None
 
         def store_only() -> None:
             for layer in self.layers:
@@ -461,28 +454,24 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
         terms = None if self.row_terms is None else self.row_terms(batch)
-        if terms is None:
-            return self._computed(batch, None)
-        with using(terms):
-            return self._computed(batch, terms)
-
-    def _computed(self, batch: Batch, terms: RowTerms | None) -> tuple[mx.array, Scores | None]:
         more = {} if self._hosted is None else self._hosted.arguments(batch)
         compiled, are_rows = self.compiled, batch.layout is Layout.ROWS
         takes = compiled is not None and not more and compiled.takes(batch)
-        states: AbstractContextManager[None] = nullcontext()
+        contexts: list[AbstractContextManager[Any]] = [] if terms is None else [using(terms)]
         if self.states.exist:
-            states = self.states.computing(batch.spans, are_rows and not takes, batch.num_empty)
+            of_batch = batch.spans, are_rows and not takes, batch.num_empty
+            contexts.append(self.states.computing(*of_batch))
         if compiled is not None and takes:
-            with states:
-                scores = compiled(batch, terms)
+            call = partial(compiled, batch, terms)
+            scores: Scores = _within(contexts, call) if contexts else call()
             return scores.logits, scores
         axis, rows = 0 if are_rows else 1, None if batch.samples_all else batch.sampled_rows
-        selected: AbstractContextManager[None] = nullcontext()
         if rows is not None:
-            selected = self.logit_rows.only(rows, axis, by_heads=self._heads_take_rows)
-        with selected, states, self._narrowed(batch):
-            logits = self._graph(batch.inputs, batch.forwards, **more)
+            contexts.append(self.logit_rows.only(rows, axis, by_heads=self._heads_take_rows))
+            saves = 0 < batch.num_sampled_rows <= batch.num_tokens - WORTH_SKIPPING
+            if saves and self.last_layer is not None:
+                contexts.append(self._narrowed(batch))
+        logits: mx.array = _within(contexts, self._graph, batch.inputs, batch.forwards, **more)
         if rows is not None and not self.logit_rows.were_taken:
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)[: batch.num_tokens if rows is None else None], None
@@ -496,5 +485,14 @@ class ModelRunner:
         return logits
 
 
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+def _within(
+    contexts: Sequence[AbstractContextManager[Any]],
+    call: Callable[..., Any],
+    *args: Any,
+    **more: Any,
+) -> Any:
+    """What a call returns within these contexts, the first one around the others."""
+    if not contexts:
+        return call(*args, **more)
+    with contexts[0]:
+        return _within(contexts[1:], call, *args, **more)

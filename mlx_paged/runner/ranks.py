@@ -24,6 +24,7 @@ import mlx.nn as nn
 
 from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.launched import rank
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.options import OF_ONE_PROCESS, PoolConfig
@@ -36,7 +37,7 @@ from mlx_paged.runner.plan import VERSION, MirroredAllocator, PlanReader, PlanWr
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.processes import Computing, join
 from mlx_paged.sampling.sampler import PendingTokens, Sampled, Sampler
-from mlx_paged.scheduler.step import SampledToken, Step
+from mlx_paged.scheduler.step import Runner, SampledToken, Step
 
 LOGGER = logging.getLogger(__name__)
 
@@ -212,9 +213,8 @@ def read_first_frame(content: bytes) -> PoolConfig:
     return PoolConfig(**found["config"])
 
 
-class LeadingRunner:
-    """Rank 0's: tells the others each step, then lets `runner` compute its own part. Attributes
-    that it lacks are those of `runner`.
+class LeadingRunner(Runner[LaunchedStep]):
+    """Rank 0's: tells the others each step, then lets `runner` compute its own part.
 
     Args:
         shares: bytes of K/V on each rank.
@@ -227,14 +227,10 @@ class LeadingRunner:
         self.ranks, self.runner = ranks, runner
         self.stats: dict[str, Any] = {"count": ranks.group.size(), "plans": 0, "plan_bytes": 0}
         self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0, "kv_pool_bytes": shares}
-        self.transfer = runner.transfer
         self._writer = PlanWriter(runner.allocator)
         self._released: list[int] = []  # states of which the others are told with the next plan
         self._rested: list[int] = []
         self._error: BaseException | None = None  # of a launch: the others wait for that step
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         started = time.perf_counter()
@@ -256,6 +252,11 @@ class LeadingRunner:
         except BaseException as error:
             self._error = error
             raise
+
+    def transfer(
+        self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
+    ) -> Callable[[], None] | None:
+        return self.runner.transfer(stores, loads)
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """The tokens of a step that all ranks have computed. If a rank fails, all are wrong."""

@@ -137,9 +137,8 @@ class Sampler:
         assert len(requests) == len(logits) == len(newest), "one row for each request"
         known, vocab = self._rows, logits.shape[-1]
         changed = known.vocab != vocab or known.requests != list(requests)
-        if (
-            changed or beyond or self._beyond
-        ):  # what is kept of the latest tokens may have wrong ones
+        # Beyond the requests' own, what is kept of the latest tokens may be wrong ones.
+        if changed or beyond or self._beyond:
             self._compose(requests, vocab, beyond)
         rows = self._rows
         if lengths is None:
@@ -147,13 +146,13 @@ class Sampler:
         errors = dict(rows.errors)
         allowed: mx.array | None = None
         samplers = rows.samplers
-        constrained = [  # without requests that ended after the step was launched
-            _row(requests[i], i, int(lengths[i]), num_beyond, beyond)
-            for i, num_beyond in rows.constrained
-            if not requests[i].finish_reason
-        ]
-        if any([row.length > len(row.tokens) for row in constrained]):
-            return None
+        constrained = list[Row[Constraint]]()
+        for i, num_beyond in rows.constrained:
+            if not requests[i].finish_reason:  # it may have ended after the step was launched
+                row = _row(requests[i], i, int(lengths[i]), num_beyond, beyond)
+                if row.length > len(row.tokens):
+                    return None
+                constrained.append(row)
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
             words = _allowed(constrained, len(logits), vocab, errors)

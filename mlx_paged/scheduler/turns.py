@@ -7,12 +7,15 @@ from mlx_paged.scheduler.waiting import Waiting
 
 PATIENCE = 32
 """A long prompt is overdue when its `num_overtaken` has reached this number."""
+
 SHARE = 64
 """The most tokens of a step that a long prompt computes beside prompts that overtake it, unless the
 long prompt is overdue."""
+
 KEPT = 16
-"""The first prompt of a client under `Policy.FAIR` is overtaken in up to two steps, and then in one
-of so many. A step is counted so many times: as those in which nobody overtakes, which undo it."""
+"""For the first prompt of a client under `Policy.FAIR`: a step in which others overtake it adds
+KEPT to its `num_overtaken`, any other step takes 1 away, and nobody overtakes it above KEPT. So
+others overtake it in up to two steps, and then in one of KEPT."""
 
 
 def is_overtaken(request: Request, room: int) -> bool:
@@ -45,9 +48,9 @@ class Turn:
         self.overtaking: list[Request] = []  # those that :meth:`next` returned
         self._is_kept = waiting.is_first(first)
         self._is_overdue = first.num_overtaken >= PATIENCE and not self._is_kept
-        self._before = planning.work.chunk_tokens
+        self._planned = planning.work.chunk_tokens  # before any prompt overtakes
         # The most prompt tokens of the step before those of `first` are added.
-        self.limit = self._before + (room // 2 if self._is_overdue else room)
+        self.limit = self._planned + (room // 2 if self._is_overdue else room)
         self._planning = planning
         self._first = first
         self._room = room
@@ -69,16 +72,18 @@ class Turn:
         return waiting
 
     def limit_after(self) -> int:
-        """The limit of the step's prompt tokens after the prompts that overtake were added."""
+        """Call when all prompts that overtake `first` were added: counts in `num_overtaken` whether
+        there were any. Returns the most prompt tokens of the step from now on."""
         first, taken = self._first, self._planning.work.chunk_tokens
-        if taken == self._before and not self._is_awaited:
+        if taken == self._planned and not self._is_awaited:
             first.num_overtaken = max(0, first.num_overtaken - 1)
         elif not self._is_overdue:
             first.num_overtaken += KEPT if self._is_kept else 1
-            return min(self._before + self._room, taken + SHARE)
-        return self._before + self._room
+            return min(self._planned + self._room, taken + SHARE)
+        return self._planned + self._room
 
     def _overtakes(self, request: Request) -> bool:
+        """Whether a prompt may be computed before `first`."""
         if self._by_priority and request.priority > self._first.priority:
             return False
         if self._waiting.is_last(request) and not self._waiting.is_last(self._first):

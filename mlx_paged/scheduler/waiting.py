@@ -10,8 +10,8 @@ from mlx_paged.scheduler.shares import FairQueue, client_of
 from mlx_paged.scheduler.step import Span
 
 BACKGROUND_SECONDS = 10.0
-"""If no request of the background was computed for so long, the oldest one is taken as if it were
-none, until it has ended or was preempted."""
+"""If no request of the background was computed for so long, the oldest one of them counts as if it
+were not of the background, until it ends or is preempted."""
 
 Order = tuple[int, int]
 """Of prompts that run, smallest first."""

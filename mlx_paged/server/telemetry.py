@@ -1,6 +1,7 @@
 """A span of OpenTelemetry for each request, which a thread of the SDK sends over OTLP. Spans have
 numbers and names of the server, and no text of a prompt or an answer."""
 
+import logging
 import os
 import re
 import threading
@@ -66,7 +67,9 @@ class Telemetry:
 
     @classmethod
     def to(cls, endpoint: str, operations: Mapping[str, str]) -> "Telemetry":
-        """Telemetry that are sent to the URL of a collector."""
+        """Telemetry whose spans go to the URL of a collector. The log gets one line for each batch
+        of spans that is lost, and none for each attempt to send it."""
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
         return cls(operations, BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
 
     def close(self) -> None:

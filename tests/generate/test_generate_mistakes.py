@@ -112,6 +112,12 @@ def test_a_schema_that_is_no_json_names_file_and_place(run, tmp_path, content, m
     assert len(result.err) < 250 + len(str(schema))
 
 
+def test_a_schema_in_the_place_of_its_file_is_told(run):
+    result = run("-p", FUNCTION, "--json-schema", '{"type": "string"}')
+    expected = "expected the name of a file that has the schema, got {"
+    assert_one_line_mistake(result, f"--json-schema: {expected}")
+
+
 def test_a_schema_without_llguidance_says_what_to_install(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     schema = tmp_path / "schema.json"

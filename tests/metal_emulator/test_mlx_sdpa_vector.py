@@ -64,6 +64,7 @@ def assert_right(problem: Problem, out: NDArray[Any]) -> None:
     assert relative_rms(actual, problem.by_mlx()) < 2 * precision.tolerance  # MLX rounds too
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(27)
 @every_order
 @pytest.mark.parametrize("case", ONE_PASS, ids=str)
@@ -73,6 +74,7 @@ def test_one_pass(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(problem, out)
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(16)
 @every_order
 @pytest.mark.parametrize("case", TWO_PASS, ids=str)

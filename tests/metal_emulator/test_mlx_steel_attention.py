@@ -139,6 +139,7 @@ def assert_right(problem: Problem, mode: Mode, seed: int | None) -> None:
     assert relative_rms(actual, problem.by_mlx()) < 2 * case.precision.tolerance  # MLX rounds too
 
 
+@pytest.mark.heavy
 def test_threadgroup_bytes() -> None:
     """The sizes that the kernel's own arithmetic gives: 32 queries and 16 keys, padded."""
     _, stats = run(Problem(next(iter(CASES))), Mode.FAST, None)

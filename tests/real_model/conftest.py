@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx_lm_answers
 import pytest
 from chats import QUESTIONS, chat
+from filelock import FileLock
 
 from mlx_paged import Engine
 from mlx_paged.loading import load_model
@@ -45,17 +46,34 @@ def prompts(float32) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def answers(directory, float32, prompts, tmp_path_factory, request) -> list[list[int]]:
-    """mlx-lm's greedy tokens in float32, each chat alone.
+    """mlx-lm's greedy tokens in float32, each chat alone. One worker of pytest-xdist asks for
+    them."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    file = folder / "answers.json"
+    with FileLock(folder / "answers.lock"):
+        if not file.exists():
+            begin = time.perf_counter()
+            found = mlx_lms_answers(directory, float32, prompts, tmp_path_factory.mktemp("answers"))
+            file.write_text(json.dumps(found))
+            has_blas = mlx_lm_answers.has_openblas()
+            blas = "with OpenBLAS" if has_blas else "without OpenBLAS, which is slow"
+            seconds = time.perf_counter() - begin
+            request.config.stash[SAID] = f"mlx-lm's answers in float32 took {seconds:.0f} s {blas}"
+        return json.loads(file.read_text())
+
+
+def mlx_lms_answers(directory, float32, prompts, folder: Path) -> list[list[int]]:
+    """The tokens that mlx-lm says to each chat.
 
     An engine proposes them. mlx-lm's model finds each of them the likeliest behind the tokens
     before it, so it would say the same. For two chats mlx-lm says them itself.
     """
-    begin = time.perf_counter()
     engine = Engine(*float32, num_blocks=400, max_running=16)
     limit = mlx_lm_answers.LIMIT
     completions = engine.generate(prompts, max_tokens=limit, temperature=0.0)
     proposed = [completion.tokens for completion in completions]
-    folder = tmp_path_factory.mktemp("answers")
     said = folder / "said.json"
     jobs = [mlx_lm_answers.start("tokens", directory / "float32", said, *SAID_BY_MLX_LM)]
     rows = [*zip(prompts, proposed, strict=True)]
@@ -69,9 +87,6 @@ def answers(directory, float32, prompts, tmp_path_factory, request) -> list[list
     assert json.loads(said.read_text()) == expected
     ends = float32[1].eos_token_ids
     assert all(len(tokens) == limit or tokens[-1] in ends for tokens in proposed)
-    blas = "with OpenBLAS" if mlx_lm_answers.has_openblas() else "without OpenBLAS, which is slow"
-    seconds = time.perf_counter() - begin
-    request.config.stash[SAID] = f"mlx-lm's answers in float32 took {seconds:.0f} s {blas}"
     return proposed
 
 

@@ -27,7 +27,6 @@ from mlx_paged.runner.plan import (
 )
 from mlx_paged.runner.processes import join
 from mlx_paged.runner.ranks import (
-    LeadingRunner,
     Ranks,
     _shared,
     first_frame,
@@ -414,13 +413,6 @@ def test_an_end_that_nobody_can_read_is_an_end(monkeypatch):
     monkeypatch.setattr("sys.stderr", Closed())
     with pytest.raises(Ended, match="1"):
         ranks.end("planted")
-
-
-def test_a_leading_runner_says_why_decodes_are_plain():
-    """As docs/compiled-decodes.md promises of every engine's runner."""
-    runner = Engine(tiny_model("llama"), num_blocks=8, compile=False).runner
-    ranks = SimpleNamespace(group=SimpleNamespace(size=lambda: 1))
-    assert LeadingRunner(ranks, runner, []).why_plain == runner.why_plain == "not asked for"
 
 
 @pytest.mark.parametrize("version", [None, VERSION + 1])

@@ -166,6 +166,7 @@ def difference(server, rng):
     return None if both[0] == both[1] else (body, *both)
 
 
+@pytest.mark.heavy
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("first", range(0, COUNT // 2, PART))
 def test_random_answers_are_the_same_streamed_and_whole(server, first):

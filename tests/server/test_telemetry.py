@@ -3,6 +3,7 @@
 import ast
 import http.server
 import json
+import logging
 import socket
 import sys
 import threading
@@ -319,6 +320,8 @@ def test_a_collector_that_is_down_costs_no_answer(monkeypatch):
     with live("--otlp-traces-endpoint", DEAD) as server:
         assert [post(server, BODY)[0] for _ in range(3)] == [200] * 3
         assert metric(server, "mlx_paged_up") == 1
+    exporter = logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    assert not exporter.isEnabledFor(logging.WARNING), "a line for each attempt"
 
 
 def test_the_end_does_not_wait_for_an_exporter(monkeypatch):

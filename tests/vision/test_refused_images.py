@@ -95,6 +95,7 @@ def bodies():
     }
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not STATM.exists(), reason="reads Linux's /proc")
 def test_memory_stays_as_it_is_under_refused_images(tmp_path):
     every = bodies()
