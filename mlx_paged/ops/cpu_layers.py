@@ -37,6 +37,7 @@ mlx_rope: Layer = mx.fast.rope
 mlx_silu: Layer = nn.silu
 mlx_gelu_approx: Layer = nn.gelu_approx
 mlx_swiglu: Layer = activations.swiglu
+mlx_precise_swiglu: Layer = activations.precise_swiglu
 mlx_linear: dict[type[nn.Module], Layer] = {
     nn.Linear: nn.Linear.__call__,
     nn.Embedding: nn.Embedding.as_linear,
@@ -93,8 +94,10 @@ class CPULayers:
                 self._attributes.append(Attribute(kind, original.__name__, original, _fused[kind]))
         for name in sorted({type(layer).__module__ for layer in model.modules()}):
             module = sys.modules.get(name)
-            if getattr(module, "swiglu", None) is mlx_swiglu:
-                self._attributes.append(Attribute(module, "swiglu", mlx_swiglu, _swiglu))
+            for gated in _GATED:
+                if getattr(module, gated.__name__, None) is gated:
+                    own = Attribute(module, gated.__name__, gated, _GATED[gated])
+                    self._attributes.append(own)
         self._attributes += [_known[known] for known in functions_of(model)]
 
     def diverted(self) -> AbstractContextManager[None]:
@@ -178,6 +181,17 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if _fits(gate, x) and gate.shape == x.shape:
         return _ext.layers.silu(gate, x)
     return mlx_swiglu(gate, x)
+
+
+def _precise_swiglu(like: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """In float32, rounded to the dtype of `like`."""
+    if not (_fits(gate) and _fits(x) and gate.shape == x.shape):
+        return mlx_precise_swiglu(like, gate, x)
+    product = _ext.layers.silu(gate.astype(mx.float32), x.astype(mx.float32))
+    return product.astype(like.dtype)
+
+
+_GATED: dict[Layer, Layer] = {mlx_swiglu: _swiglu, mlx_precise_swiglu: _precise_swiglu}
 
 
 def _takes(layer: nn.Module) -> bool:

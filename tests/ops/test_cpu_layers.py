@@ -9,12 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import activations, llama
+from mlx_lm.models import activations, llama, qwen3_next
 
 from mlx_paged import Engine, _ext
 from mlx_paged.ops import cpu_layers
 from mlx_paged.ops.cpu_layers import CPULayers
+from tests.support.models.architectures import build
 from tests.support.models.tiny_models import solo_greedy, tiny_model
+from tests.support.ops.layer_cases import assert_close, float64
 
 ORIGINALS = {
     (mx.fast, "rms_norm"): mx.fast.rms_norm,
@@ -100,6 +102,23 @@ def test_frequencies_of_a_model_s_own(calls, model):
             got = mx.fast.rope(x, 6, **options)
         np.testing.assert_allclose(np.array(got), np.array(want), rtol=0, atol=2e-6)
     assert calls["rope"] == 2
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_precise_gates_against_float64(calls, dtype):
+    like, gate, x = (mx.random.normal((3, 5, 70), key=mx.random.key(i)) for i in range(3))
+    model = build("qwen3_next")
+    like, gate, x = like.astype(dtype), (4 * gate).astype(dtype), x.astype(dtype)
+    with CPULayers(model).diverted():
+        got = qwen3_next.precise_swiglu(like, gate, x)
+    assert calls["silu"] == 1
+    wide, factor = float64(gate), float64(x)
+    assert_close(got, wide / (1 + np.exp(-wide)) * factor, dtype)
+    one = wide[:1, :1, :1]  # for all: a shape that the op refuses
+    with CPULayers(model).diverted():
+        got = qwen3_next.precise_swiglu(like, gate[:1, :1, :1], x)
+    assert_close(got, one / (1 + np.exp(-one)) * factor, dtype)
+    assert qwen3_next.precise_swiglu is activations.precise_swiglu
 
 
 def test_outside_of_the_context_everything_is_mlx_s(calls, model):
