@@ -7,7 +7,14 @@ from mlx_lm.models import gated_delta, mamba, ssm
 
 from mlx_paged import _ext
 from tests.support.ops import recurrent_reference as reference
-from tests.support.ops.layer_cases import DTYPES, assert_build_passes, float64, laid_out, random
+from tests.support.ops.layer_cases import (
+    DTYPES,
+    HALVES,
+    assert_build_passes,
+    float64,
+    laid_out,
+    random,
+)
 
 LIMITS = (0.01, 1.5)  # some steps are below and some above
 
@@ -112,6 +119,16 @@ def test_no_further_from_float64_than_mlx_lm(kind, dtype, has_state):
         assert own.shape == exact.shape and own.dtype == theirs.dtype
         # Where both are a sum in float32 that is rounded to 16 bits, the errors are almost equal.
         assert error_of(own, exact) <= error_of(theirs, exact) * (1 + 2**-10)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_outputs_are_float32_if_the_skips_are(dtype):
+    arrays = reference.scan_arrays(dtype)
+    arrays[4] = random(4, seed=5)
+    got, theirs = scan_op(*arrays)[0], by_mlx_lm("scan", arrays)[0]
+    want = by_float64("scan", arrays)[0]
+    assert got.dtype == theirs.dtype == mx.float32
+    assert error_of(got, want) <= error_of(theirs, want)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 5), (64, 128), (130, 4), (12, 33)], ids=str)
