@@ -210,6 +210,7 @@ def test_convolutions_against_float64(has_bias, dtype):
         (3, 50, 37, 4),
         (2, 9, 64, 3),
         (1, 2, 8, 1),
+        (2, 70, 1000, 3),  # several tiles of tokens
     ]:
         x = random(batch, tokens + taps - 1, channels, dtype=dtype, seed=1)
         weight = random(channels, taps, 1, dtype=dtype, seed=2)
