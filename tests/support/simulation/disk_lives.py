@@ -66,8 +66,8 @@ class SlowStore(DiskStore):
         self._readers.shutdown()
         self._writer = self._readers = Inline()  # type: ignore[assignment]
 
-    def load(self, keys: Any) -> Load:
-        load = super().load(keys)
+    def load(self, keys: Any, worths: Any = None) -> Load:
+        load = super().load(keys, worths)
         load.futures.append(Delay(self._rng))
         return load
 
