@@ -19,6 +19,8 @@ from mlx_paged.ops.formats import dequantized, quantized
 from mlx_paged.ops.layer_kv import LayerKV
 
 SMALL_ARRAY = 1 << 20
+SAME_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+"""Integers by the bytes of an element. NumPy has no bfloat16."""
 
 
 def planned_block_bytes(arrays: Sequence[ArrayPlan]) -> int:
@@ -156,7 +158,8 @@ class KVPool:
         sizes: dict[int, int] = {}  # layers may share memory, and latent values are in the keys
         for handles in self._first:
             for handle in handles:
-                memory = ops.as_numpy(handle.transpose(1, 0, 2, 3))
+                elements = handle.view(SAME_SIZE[handle.itemsize])
+                memory = ops.as_numpy(elements.transpose(1, 0, 2, 3))
                 address = memory.__array_interface__["data"][0]
                 sizes[address] = max(memory.nbytes, sizes.get(address, 0))
         return list(sizes.items())

@@ -53,6 +53,23 @@ def test_pages_in_memory_are_those_that_were_touched():
     assert resident_bytes(address + (1 << 20) - 1, 2) == 1 * mmap.PAGESIZE
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "kv_bits"),
+    [("llama", None), ("llama", 8), ("llama", 6), ("llama", 4), ("deepseek_v3", None)],
+)
+def test_the_memory_of_a_pool_of_any_type_is_found(architecture, kv_bits, dtype):
+    model = build(architecture)
+    model.set_dtype(dtype)
+    engine = Engine(model, num_blocks=20, kv_bits=kv_bits)
+    engine.generate([[1, 2, 3]], max_tokens=2)
+    pool = engine.manager.pool
+    assert sum(size for _, size in pool.places()) == pool.nbytes
+    found = held(engine)
+    assert found["pool_idle"] == pool.block_bytes
+    assert found["pool_unused"] <= pool.nbytes + mmap.PAGESIZE * len(pool.places())
+
+
 def test_unused_heap_is_what_glibc_tells():
     assert unused_heap() >= 0
     if platform.libc_ver()[0] == "glibc":
