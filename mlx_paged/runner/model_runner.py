@@ -418,7 +418,7 @@ class ModelRunner:
         """A step's forwards: one forward of rows for all tokens that may share it, and one for each
         other chunk. A chunk is cut at the states that it leaves."""
         make = partial(Batch, allocator=self.allocator, coming=coming, scores=step.scores)
-        if self.batching is Batching.MIXED:
+        if self.batching is Batching.MIXED and step.spans:
             return [make(step.spans, tables=self._tables)]
         together, alone = self._shared_and_alone(step.spans)
         batches = [make(together, tables=self._tables)] if together else []

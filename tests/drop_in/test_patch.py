@@ -73,7 +73,7 @@ def test_the_lasting_patch_is_idempotent():
     patch_mlx_lm()
     assert is_patched()
     unpatch_mlx_lm()
-    assert not is_patched() and sdpa_hook._active == 0
+    assert not is_patched() and sdpa_hook._hook._num_active == 0
     unpatch_mlx_lm()
 
 
@@ -135,9 +135,9 @@ def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
     theirs = stock.make_prompt_cache
     monkeypatch.setattr(stock, "make_prompt_cache", lambda *args: theirs(*args))
     patch_mlx_lm()
-    assert sdpa_hook._active == 1
+    assert sdpa_hook._hook._num_active == 1
     unpatch_mlx_lm()
-    assert sdpa_hook._active == 0 and mx.eval is mlx_eval
+    assert sdpa_hook._hook._num_active == 0 and mx.eval is mlx_eval
     monkeypatch.undo()
     assert type(stock.make_prompt_cache(tiny_model("llama"))[0]) is stock.KVCache
     _replace({theirs: patch.stock_make_prompt_cache})

@@ -1,5 +1,6 @@
 """Which cases of the tests run: the sample, and the others of which a commit chooses some."""
 
+import os
 import subprocess
 import sys
 
@@ -43,8 +44,9 @@ def test_cases_that_run(flags, expected, pytestconfig, tmp_path):
     conftest = pytestconfig.rootpath / "tests" / "conftest.py"
     (tmp_path / "conftest.py").write_text(conftest.read_text())
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
-    command += ["--seed", "b", *flags, str(tmp_path)]
-    done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True)
+    command += ["--rootdir", ".", "--seed", "b", *flags, "."]
+    environment = os.environ | {"PYTHONPATH": str(pytestconfig.rootpath)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if "::" in line]
     counts = {name: sum(f"::{name}" in line for line in found) for name in ALL}
     assert {name: count for name, count in counts.items() if count} == expected, done.stdout
