@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ class Snapshots:
         self.max_snapshots = integer("Engine", "max_snapshots", max_snapshots, 1)
         self._by_key: dict[tuple[int, int], Snapshot] = {}  # the latest used last
         self._runs: dict[int, set[int]] = {}  # by block
-        self._states = set[int]()  # ids
+        self._states = Counter[int]()  # how many snapshots have a state, by its id
         self._floor = 0
         self._release = release
         self._worth = worth
@@ -166,7 +167,7 @@ class Snapshots:
         assert keys == self._by_key.keys(), "a snapshot is lost, or left behind"
         assert all(self._runs.values()) and len(self) <= self.max_snapshots, "too many snapshots"
         assert len(set(map(id, self._by_key.values()))) == len(self), "one snapshot, two keys"
-        assert self._states == {*self.state_ids()}, "a state is not that of a snapshot"
+        assert self._states == Counter(self.state_ids()), "a state is not that of a snapshot"
         for (block, run), snapshot in self._by_key.items():
             assert 0 < run <= num_tokens.get(block, 0), "a snapshot without its block"
             num_before = snapshot.position - run
@@ -195,7 +196,7 @@ class Snapshots:
 
     def _keep(self, key: tuple[int, int], snapshot: Snapshot) -> None:
         self._by_key[key], snapshot.key = snapshot, key
-        self._states.add(snapshot.state)
+        self._states[snapshot.state] += 1
         self._runs.setdefault(key[0], set()).add(key[1])
 
     def _pop(self, key: tuple[int, int]) -> Snapshot:
@@ -204,7 +205,9 @@ class Snapshots:
         if not self._runs[block]:
             del self._runs[block]
         snapshot = self._by_key.pop(key)
-        self._states.discard(snapshot.state)
+        self._states[snapshot.state] -= 1
+        if not self._states[snapshot.state]:
+            del self._states[snapshot.state]
         return snapshot
 
     def _discard(self, key: tuple[int, int]) -> None:

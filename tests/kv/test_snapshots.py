@@ -498,3 +498,14 @@ class TestOnTheWay:
         snapshots.use(first)
         snapshots.use(second)
         assert not first.is_spare and first.value == 300
+
+
+def test_a_state_of_two_snapshots_is_kept_until_both_are_dropped():
+    snapshots = Snapshots(4)
+    for block in (1, 2):
+        assert snapshots.add(block, BLOCK, Snapshot(BLOCK, state=7))
+    for block in (1, 2):
+        assert snapshots.has_state(7)
+        snapshots.forget(block)
+        snapshots.check_integrity({1: BLOCK, 2: BLOCK}, BLOCK)
+    assert not snapshots.has_state(7)
