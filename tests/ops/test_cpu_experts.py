@@ -19,6 +19,8 @@ from tests.support.ops.layer_cases import (
     random,
 )
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 NODE = "PagedSwitchLinear"
 EXPERTS, WIDTH, DEPTH = 6, 40, 128
 FORMATS = (
@@ -28,14 +30,6 @@ FORMATS = (
     ("affine", 4, 128),
     ("mxfp4", 4, 32),
 )
-
-
-@pytest.fixture(autouse=True)
-def _cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
 
 
 def bits_of(x: mx.array) -> bytes:

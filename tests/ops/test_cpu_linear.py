@@ -20,16 +20,10 @@ from tests.support.models.tiny_models import solo_greedy, tiny_model
 from tests.support.ops.layer_cases import assert_build_passes
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 ROWS = (1, 2, 3, 5, 7, 8, 9, 64)
 NODE = "PagedLinear"
-
-
-@pytest.fixture(autouse=True)
-def _cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
 
 
 def random(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array:

@@ -16,15 +16,9 @@ from tests.support.ops.layer_cases import (
     random,
 )
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 LIMITS = (0.01, 1.5)  # some steps are below and some above
-
-
-@pytest.fixture(autouse=True)
-def _cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
 
 
 def gated_delta_op(*arrays, mask=None):

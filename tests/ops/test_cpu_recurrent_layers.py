@@ -19,6 +19,8 @@ from mlx_paged.ops.cpu_layers import CPULayers
 from tests.support.models.architectures import build
 from tests.support.models.tiny_models import solo_greedy
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 USED = {
     "qwen3_5": {"gated_delta", "depthwise_convolution"},
     "qwen3_next": {"gated_delta", "depthwise_convolution"},
@@ -40,14 +42,6 @@ USED = {
 }
 LATENT = ("kimi_linear", "kimi_k3", "bailing_moe_v3")  # products of their attention are MLX's
 PROMPTS = [[5, 6, 7, 1, 2, 3, 9, 8, 4, 30, 31], [8] * 20, [9, 1]]
-
-
-@pytest.fixture(autouse=True)
-def _cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
 
 
 @pytest.fixture
