@@ -13,6 +13,7 @@ namespace {
 // Inputs x, the weight and the bias, if there is one.
 struct DepthwiseConvolution {
   static constexpr const char* kName = "PagedDepthwiseConvolution";
+  static constexpr size_t kOutputs = 1;
   bool has_bias;
 
   bool operator==(const DepthwiseConvolution&) const = default;

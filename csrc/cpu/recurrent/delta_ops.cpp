@@ -13,6 +13,7 @@ namespace {
 // Inputs q, k, v, gates, betas, the state and the mask, if there are any.
 struct GatedDelta {
   static constexpr const char* kName = "PagedGatedDelta";
+  static constexpr size_t kOutputs = 2;
   bool has_state;
   bool has_mask;
 
@@ -26,41 +27,24 @@ struct GatedDelta {
 
   auto task(const Arrays& inputs, Arrays& outputs) const {
     const mx::array &k = inputs[1], &v = inputs[2], &gates = inputs[3];
-    const int64_t batch = v.shape(0), heads = v.shape(2), repeats = heads / k.shape(2);
-    const int32_t values = v.shape(3), columns = k.shape(3);
+    const int64_t heads = v.shape(2), repeats = heads / k.shape(2);
     cpu::DeltaTile whole = {};
-    whole.tokens = v.shape(1);
-    whole.columns = columns;
-    whole.out_step = heads * values;
     whole.has_vectors = gates.ndim() == 4;
     whole.beta_step = heads;
     std::vector<cpu::Tokens> arrays(inputs.begin(), inputs.begin() + 4);
-    if (has_mask) {
-      arrays.emplace_back(inputs.back());
-    }
-    std::vector<cpu::States> states;
-    if (has_state) {
-      states.emplace_back(inputs[5]);
-    }
-    return [whole, batch, heads, repeats, values, columns, arrays = std::move(arrays),
-            states = std::move(states), betas = cpu::SmallArray(inputs[4]), op = *this,
-            &kernels = cpu::recurrent_kernels(outputs[0]),
-            itemsize = static_cast<int64_t>(outputs[0].itemsize()),
-            out = outputs[0].data<std::byte>(), new_state = outputs[1].data<float>()]() mutable {
+    cpu::HeadTiles tiles(outputs, has_state ? &inputs[5] : nullptr,
+                         has_mask ? &inputs.back() : nullptr);
+    return [whole, heads, repeats, arrays = std::move(arrays), tiles = std::move(tiles),
+            betas = cpu::SmallArray(inputs[4]),
+            &kernels = cpu::recurrent_kernels(outputs[0])]() mutable {
       for (cpu::Tokens& array : arrays) {
         array.prepare();
       }
-      for (cpu::States& each : states) {
-        each.prepare();
-      }
+      tiles.prepare();
       const std::vector<float> beta = betas.floats();
-      const int32_t rows = std::min(values, cpu::tile_rows(columns));
-      const int64_t tiles = (values + rows - 1) / rows;
       const auto compute = [&](int64_t i) {
-        const int64_t sequence = i / tiles / heads, head = i / tiles % heads;
-        const int64_t row = i % tiles * rows, at = (sequence * heads + head) * values + row;
         cpu::DeltaTile tile = whole;
-        tile.rows = static_cast<int32_t>(std::min<int64_t>(rows, values - row));
+        const auto [sequence, head, row] = tiles.fill(i, tile);
         tile.q = arrays[0].at(sequence, head / repeats);
         tile.k = arrays[1].at(sequence, head / repeats);
         tile.v = arrays[2].at(sequence, head, row);
@@ -70,21 +54,9 @@ struct GatedDelta {
         tile.gates = reinterpret_cast<const float*>(arrays[3].at(sequence, head));
         tile.gate_step = arrays[3].step();
         tile.betas = beta.data() + sequence * tile.tokens * heads + head;
-        if (op.has_state) {
-          tile.state = reinterpret_cast<const float*>(states[0].at(sequence)) +
-                       (head * values + row) * columns;
-        }
-        if (op.has_mask) {
-          tile.mask = reinterpret_cast<const uint8_t*>(arrays.back().at(sequence));
-          tile.mask_step = arrays.back().step();
-        }
-        tile.new_state = new_state + at * columns;
-        tile.out = out + ((sequence * tile.tokens * heads + head) * values + row) * itemsize;
-        tile.scratch = cpu::recurrent_scratch(cpu::scratch_of(tile.rows, columns));
         kernels.delta(tile);
       };
-      const int64_t work = batch * heads * values * columns * whole.tokens;
-      cpu::parallel_for(batch * heads * tiles, compute, work >= cpu::kRecurrentWork);
+      cpu::parallel_for(tiles.count(), compute, tiles.pays());
     };
   }
 

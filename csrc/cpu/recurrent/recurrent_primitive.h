@@ -5,91 +5,37 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <stdexcept>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "csrc/cpu/composed_primitive.h"
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/layers/dense_rows.h"
 #include "csrc/cpu/mlx_args.h"
-#include "csrc/cpu/task.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/ops.h"
 #include "mlx/allocator.h"
-#include "mlx/primitives.h"
-#include "mlx/transforms.h"
 
 namespace mlx_paged {
 
 // The primitive of an op that runs on CPUs only. Its outputs have the shapes and dtypes of
-// Op::forms. Transformations use `composed`, the same results by MLX's own operations: a function
-// that mx.compile traced while a model was served may be differentiated later.
+// Op::forms.
 template <typename Op>
-class RecurrentPrimitive : public cpu::TaskPrimitive {
+class RecurrentPrimitive : public ComposedPrimitive<Op, Op::kOutputs> {
  public:
-  RecurrentPrimitive(mx::Stream stream, Op op) : cpu::TaskPrimitive(stream), op_(op) {}
+  using ComposedPrimitive<Op, Op::kOutputs>::ComposedPrimitive;
 
   std::function<void()> task(const Arrays& inputs, Arrays& outputs) override {
     for (mx::array& out : outputs) {
       out.set_data(mx::allocator::malloc(out.nbytes()));
     }
-    return op_.task(inputs, outputs);
-  }
-
-  void eval_gpu(const Arrays&, Arrays&) override {
-    throw std::runtime_error("[mlx_paged.recurrent] this op runs on CPUs only");
-  }
-
-  Arrays jvp(const Arrays& primals, const Arrays& tangents,
-             const std::vector<int>& argnums) override {
-    return mx::jvp(function_of(argnums, primals), chosen(primals, argnums), tangents).second;
-  }
-
-  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
-             const Arrays&) override {
-    return mx::vjp(function_of(argnums, primals), chosen(primals, argnums), cotangents).second;
-  }
-
-  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs,
-                                           const std::vector<int>& axes) override {
-    const Function function = [this](const Arrays& all) { return op_.composed(all, stream()); };
-    const std::vector<int> first(op_.forms(inputs).first.size(), 0);
-    return {mx::vmap(function, axes, first)(inputs), first};
-  }
-
-  const char* name() const override { return Op::kName; }
-
-  bool is_equivalent(const mx::Primitive& other) const override {
-    return op_ == static_cast<const RecurrentPrimitive&>(other).op_;
+    return this->op_.task(inputs, outputs);
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    return op_.forms(inputs).first;
+    return this->op_.forms(inputs).first;
   }
-
- private:
-  using Function = std::function<Arrays(const Arrays&)>;
-
-  // `composed` as a function of the inputs `argnums`.
-  Function function_of(const std::vector<int>& argnums, const Arrays& inputs) {
-    return [this, argnums, inputs](const Arrays& some) {
-      Arrays all = inputs;
-      for (size_t i = 0; i < argnums.size(); ++i) {
-        all[argnums[i]] = some[i];
-      }
-      return op_.composed(all, stream());
-    };
-  }
-
-  static Arrays chosen(const Arrays& arrays, const std::vector<int>& argnums) {
-    Arrays some;
-    for (const int i : argnums) {
-      some.push_back(arrays[i]);
-    }
-    return some;
-  }
-
-  Op op_;
 };
 
 // The outputs of one node of the graph.
@@ -214,6 +160,91 @@ class States {
   int64_t step_;
   bool is_dense_ = true;
   RowBuffer copy_;
+};
+
+// The tiles of an op whose outputs are [B, T, H, V] and states [B, H, V, K] float32: some rows of
+// the state of one head each.
+class HeadTiles {
+ public:
+  struct Place {
+    int64_t sequence;
+    int64_t head;
+    int64_t row;
+  };
+
+  // `state` and `mask` may be null.
+  HeadTiles(Arrays& outputs, const mlx::core::array* state, const mlx::core::array* mask)
+      : tokens_(outputs[0].shape(1)),
+        heads_(outputs[1].shape(1)),
+        values_(outputs[1].shape(2)),
+        columns_(outputs[1].shape(3)),
+        rows_(std::min<int32_t>(values_, tile_rows(columns_))),
+        tiles_((values_ + rows_ - 1) / rows_),
+        count_(outputs[1].shape(0) * heads_ * tiles_),
+        work_(static_cast<int64_t>(outputs[1].size()) * tokens_),
+        itemsize_(static_cast<int64_t>(outputs[0].itemsize())),
+        out_(outputs[0].data<std::byte>()),
+        new_state_(outputs[1].data<float>()) {
+    if (state != nullptr) {
+      state_.emplace(*state);
+    }
+    if (mask != nullptr) {
+      mask_.emplace(*mask);
+    }
+  }
+
+  // Before the first tile.
+  void prepare() {
+    if (state_) {
+      state_->prepare();
+    }
+    if (mask_) {
+      mask_->prepare();
+    }
+  }
+
+  int64_t count() const { return count_; }
+
+  // Whether more than one thread pays.
+  bool pays() const { return work_ >= kRecurrentWork; }
+
+  // Fills in what all kinds of tiles have, and returns the place of tile i.
+  Place fill(int64_t i, RecurrentTile& tile) const {
+    const int64_t sequence = i / tiles_ / heads_, head = i / tiles_ % heads_;
+    const int64_t row = i % tiles_ * rows_;
+    const int64_t in_sequence = head * values_ + row;
+    tile.tokens = tokens_;
+    tile.rows = static_cast<int32_t>(std::min<int64_t>(rows_, values_ - row));
+    tile.columns = columns_;
+    if (mask_) {
+      tile.mask = reinterpret_cast<const uint8_t*>(mask_->at(sequence));
+      tile.mask_step = mask_->step();
+    }
+    if (state_) {
+      const auto* states = reinterpret_cast<const float*>(state_->at(sequence));
+      tile.state = states + in_sequence * columns_;
+    }
+    tile.new_state = new_state_ + (sequence * heads_ * values_ + in_sequence) * columns_;
+    tile.out = out_ + (sequence * tokens_ * heads_ * values_ + in_sequence) * itemsize_;
+    tile.out_step = heads_ * values_;
+    tile.scratch = recurrent_scratch(scratch_of(tile.rows, columns_));
+    return {sequence, head, row};
+  }
+
+ private:
+  int64_t tokens_;
+  int64_t heads_;
+  int64_t values_;
+  int32_t columns_;
+  int32_t rows_;
+  int64_t tiles_;
+  int64_t count_;
+  int64_t work_;
+  int64_t itemsize_;
+  std::byte* out_;
+  float* new_state_;
+  std::optional<States> state_;
+  std::optional<Tokens> mask_;
 };
 
 }  // namespace cpu

@@ -24,6 +24,7 @@ mx::array softplus_of(const mx::array& x, mx::Stream s) {
 // Inputs x, a_log, b, c, d, dt, dt_bias, the state and the mask, if there are any.
 struct StateSpaceScan {
   static constexpr const char* kName = "PagedStateSpaceScan";
+  static constexpr size_t kOutputs = 2;
   bool has_state;
   bool has_mask;
   float least;
@@ -39,56 +40,39 @@ struct StateSpaceScan {
 
   auto task(const Arrays& inputs, Arrays& outputs) const {
     const mx::array &x = inputs[0], &b = inputs[2];
-    const int64_t batch = x.shape(0), heads = x.shape(2), repeats = heads / b.shape(2);
-    const int32_t values = x.shape(3), columns = b.shape(3);
+    const int64_t num_tokens = x.shape(0) * x.shape(1);
+    const int64_t heads = x.shape(2), repeats = heads / b.shape(2);
     cpu::ScanTile whole = {};
-    whole.tokens = x.shape(1);
-    whole.columns = columns;
-    whole.out_step = heads * values;
     whole.dt_step = heads;
     whole.is_wide = outputs[0].dtype() == mx::float32;
     std::vector<cpu::Tokens> arrays = {cpu::Tokens(x), cpu::Tokens(b), cpu::Tokens(inputs[3])};
-    if (has_mask) {
-      arrays.emplace_back(inputs.back());
-    }
-    std::vector<cpu::States> states;
-    if (has_state) {
-      states.emplace_back(inputs[7]);
-    }
-    return [whole, batch, heads, repeats, values, columns, arrays = std::move(arrays),
-            states = std::move(states), a_logs = cpu::SmallArray(inputs[1]),
-            skips = cpu::SmallArray(inputs[4]), dts = cpu::SmallArray(inputs[5]),
-            biases = cpu::SmallArray(inputs[6]), op = *this, &kernels = cpu::recurrent_kernels(x),
-            itemsize = static_cast<int64_t>(outputs[0].itemsize()),
-            out = outputs[0].data<std::byte>(), new_state = outputs[1].data<float>()]() mutable {
+    cpu::HeadTiles tiles(outputs, has_state ? &inputs[7] : nullptr,
+                         has_mask ? &inputs.back() : nullptr);
+    return [whole, num_tokens, heads, repeats, arrays = std::move(arrays), tiles = std::move(tiles),
+            a_logs = cpu::SmallArray(inputs[1]), skips = cpu::SmallArray(inputs[4]),
+            dts = cpu::SmallArray(inputs[5]), biases = cpu::SmallArray(inputs[6]), op = *this,
+            &kernels = cpu::recurrent_kernels(x)]() mutable {
       for (cpu::Tokens& array : arrays) {
         array.prepare();
       }
-      for (cpu::States& each : states) {
-        each.prepare();
-      }
-      const bool pays = batch * heads * values * columns * whole.tokens >= cpu::kRecurrentWork;
+      tiles.prepare();
       const std::vector<float> skip = skips.floats(), bias = biases.floats();
       std::vector<float> rate = a_logs.floats();
-      std::transform(rate.begin(), rate.end(), rate.begin(), [](float a) { return -std::exp(a); });
+      for (float& each : rate) {
+        each = -std::exp(each);
+      }
       std::vector<float> dt = dts.floats(), decay(dt.size());
-      cpu::parallel_for(
-          batch * whole.tokens,
-          [&](int64_t token) {
-            for (int64_t h = 0; h < heads; ++h) {
-              float& step = dt[token * heads + h];
-              step = step_size(step + bias[h], op.least, op.most);
-              decay[token * heads + h] = std::exp(rate[h] * step);
-            }
-          },
-          pays);
-      const int32_t rows = std::min(values, cpu::tile_rows(columns));
-      const int64_t tiles = (values + rows - 1) / rows;
+      const auto compute_steps = [&](int64_t token) {
+        for (int64_t h = 0; h < heads; ++h) {
+          float& step = dt[token * heads + h];
+          step = step_size(step + bias[h], op.least, op.most);
+          decay[token * heads + h] = std::exp(rate[h] * step);
+        }
+      };
+      cpu::parallel_for(num_tokens, compute_steps, tiles.pays());
       const auto compute = [&](int64_t i) {
-        const int64_t sequence = i / tiles / heads, head = i / tiles % heads;
-        const int64_t row = i % tiles * rows, at = (sequence * heads + head) * values + row;
         cpu::ScanTile tile = whole;
-        tile.rows = static_cast<int32_t>(std::min<int64_t>(rows, values - row));
+        const auto [sequence, head, row] = tiles.fill(i, tile);
         tile.x = arrays[0].at(sequence, head, row);
         tile.b = arrays[1].at(sequence, head / repeats);
         tile.c = arrays[2].at(sequence, head / repeats);
@@ -98,20 +82,9 @@ struct StateSpaceScan {
         tile.dt = dt.data() + sequence * tile.tokens * heads + head;
         tile.decays = decay.data() + sequence * tile.tokens * heads + head;
         tile.skip = skip[head];
-        if (op.has_state) {
-          tile.state = reinterpret_cast<const float*>(states[0].at(sequence)) +
-                       (head * values + row) * columns;
-        }
-        if (op.has_mask) {
-          tile.mask = reinterpret_cast<const uint8_t*>(arrays.back().at(sequence));
-          tile.mask_step = arrays.back().step();
-        }
-        tile.new_state = new_state + at * columns;
-        tile.out = out + ((sequence * tile.tokens * heads + head) * values + row) * itemsize;
-        tile.scratch = cpu::recurrent_scratch(cpu::scratch_of(tile.rows, columns));
         kernels.scan(tile);
       };
-      cpu::parallel_for(batch * heads * tiles, compute, pays);
+      cpu::parallel_for(tiles.count(), compute, tiles.pays());
     };
   }
 
@@ -151,6 +124,7 @@ struct StateSpaceScan {
 // Inputs x, a_log, b, c, d, dt and the state, if there is one.
 struct SelectiveScan {
   static constexpr const char* kName = "PagedSelectiveScan";
+  static constexpr size_t kOutputs = 2;
   bool has_state;
 
   bool operator==(const SelectiveScan&) const = default;
