@@ -46,7 +46,8 @@ class GroupPrefixes:
         self._tables = tables
         self._block_size = store.prefixes[0].block_size
         self.ends = ends
-        self._worth, self._worths = worth, list[int]()  # of full blocks, by their place in a text
+        self._worth = worth
+        self._worths = list[int]()  # of full blocks, by their index in a text
         # Group, block and hash of each block that was registered; a tier reads them. None: no tier.
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 

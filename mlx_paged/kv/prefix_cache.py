@@ -144,8 +144,17 @@ class PrefixCache:
             is_known = any(cached.tokens.startswith(tokens) for cached in self._siblings(parent))
             if len(tokens) < self.min_run * TOKEN_BYTES or is_known:
                 return
-        content = key, parent, tokens, uses
-        self._add(CachedBlock(block, *content, worth=worth, width=self._width, root=root))
+        known = CachedBlock(
+            block,
+            key,
+            parent,
+            tokens,
+            uses,
+            worth=worth,
+            width=self._width,
+            root=root,
+        )
+        self._add(known)
         self._evicted.pop(key, None)
 
     def find(self, key: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:

@@ -39,7 +39,8 @@ class Load:
     """
 
     def __init__(self, keys: Sequence[bytes], num_bytes: int, worths: Mapping[bytes, int]) -> None:
-        self.keys, self.worths = frozenset(keys), worths
+        self.keys = frozenset(keys)
+        self.worths = worths
         self.num_bytes = num_bytes
         self.found: dict[bytes, tuple[Any, int]] = {}
         self.futures: list[Future[None]] = []

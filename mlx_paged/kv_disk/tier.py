@@ -165,12 +165,15 @@ class KVDiskTier:
         key, gives_way = block_key(known.hash, group), known.uses == FIRST
         is_used = known.uses > 0
         if key not in self.store and key not in self.leaving:
-            blocks, is_first = (
-                self._allocator.store.blocks_of(known.block),
-                known.parent == known.root,
+            blocks = self._allocator.store.blocks_of(known.block)
+            origin = Origin(
+                parent=known.parent or bytes(16),
+                num_tokens=size,
+                is_first=known.parent == known.root,
+                is_background=gives_way,
+                is_used=is_used,
+                worth=known.worth if is_used else 0,
             )
-            of_text = known.parent or bytes(16), size, is_first, gives_way
-            origin = Origin(*of_text, is_used, known.worth * is_used)
             self.leaving[key] = BlockTransfer(key, group, blocks, note=origin)
             self._leaving_bytes += self._entry_bytes[group]
         beside = self._allocator.leaving(known)
@@ -292,8 +295,14 @@ class KVDiskTier:
                         break
                     (entry,) = store.take(1, group)
                     taken.append(entry)
-                    content = known.parent, known.tokens, known.hash, known.root
-                    store.prefixes[group].register(entry, *content, worth=known.worth)
+                    store.prefixes[group].register(
+                        entry,
+                        known.parent,
+                        known.tokens,
+                        known.hash,
+                        known.root,
+                        worth=known.worth,
+                    )
                     store.hold_source(entry)
                     adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
                     num_bytes += self._entry_bytes[group]

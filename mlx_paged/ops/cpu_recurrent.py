@@ -102,8 +102,9 @@ def _ssm_attn(
     fits = fits and {A_log.dtype, dt.dtype, dt_bias.dtype} <= _DTYPES
     fits = fits and _are_of(mx.float32, state) and x.size > 0
     if not fits or not _takes(mask) or (lengths is not None and mask is None):
-        own = x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths, step
-        known: Pair = _original(ssm, "ssm_attn")(*own)
+        known: Pair = _original(ssm, "ssm_attn")(
+            x, A_log, B, C, D, dt, dt_bias, state, time_step_limit, mask, lengths, step
+        )
         return known
     return _ext.recurrent.state_space_scan(
         x, A_log, B, C, D, dt, dt_bias, state, mask, limits=time_step_limit
@@ -140,8 +141,11 @@ def _mamba_scan(mixer: Any, x: mx.array, state: mx.array | None) -> Pair | None:
     elif mixer.use_bcdt_rms:
         eps = mixer.args.mixer_rms_eps
         delta, b, c = [mx.fast.rms_norm(each, None, eps) for each in (delta, b, c)]
-    arrays = x, mixer.A_log, b, c, mixer.D, mixer.dt_proj(delta), state
-    return _ext.recurrent.selective_scan(*arrays) if _are_of(x.dtype, *arrays) and x.size else None
+    dt = mixer.dt_proj(delta)
+    fits = _are_of(x.dtype, mixer.A_log, b, c, mixer.D, dt, state)
+    if not fits or not x.size:
+        return None
+    return _ext.recurrent.selective_scan(x, mixer.A_log, b, c, mixer.D, dt, state)
 
 
 def _mamba_sequence(

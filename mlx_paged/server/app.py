@@ -126,8 +126,8 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     app.state.seen = set[str]()  # unknown fields that the log has named
     app.state.telemetry = _telemetry(args)
     observers = [] if app.state.telemetry is None else [app.state.telemetry]
-    guard: dict[str, Any] = {"args": args, "metrics": app.state.metrics, "observers": observers}
-    app.user_middleware.append(Middleware(_guarded, **guard))
+    guard = Middleware(_guarded, args=args, metrics=app.state.metrics, observers=observers)
+    app.user_middleware.append(guard)
     if args.allowed_origins:
         every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
         every |= {"allow_origins": args.allowed_origins, "expose_headers": TOLD}

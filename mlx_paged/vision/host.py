@@ -136,10 +136,12 @@ class PictureFeatures:
     """
 
     def __init__(self, vlm: Any) -> None:
-        self._vlm, self._work = vlm, TowerWork.of(vlm)
+        self._vlm = vlm
+        self._work = TowerWork.of(vlm)
         self._kept = KeptFeatures(KEPT_BYTES)
         self._lock = Lock()  # engines on one model share these
-        self.num_encoded, self.seconds = 0, 0.0
+        self.num_encoded = 0
+        self.seconds = 0.0
 
     def of(self, picture: Picture) -> Features:
         """The features of a picture, computed now if they are not known."""
