@@ -1,6 +1,10 @@
 """Paged attention and continuous batching for mlx-lm."""
 
-from typing import TYPE_CHECKING
+from mlx_paged import interrupts
+
+interrupts.guard_start()
+
+TYPE_CHECKING = False  # not from `typing`, whose import takes longer than all of this package's
 
 if TYPE_CHECKING:
     from typing import Any

@@ -5,7 +5,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_paged.starting import INTERRUPTED, exit_interrupted, exit_unread
+from mlx_paged import interrupts
+from mlx_paged.starting import exit_interrupted, exit_unread
 
 PACKAGE = Path(__file__).parent
 
@@ -42,13 +43,14 @@ def main() -> None:
     """Run the command in this process; what follows its name is its own."""
     name = ""
     try:
+        interrupts.raise_again()
         command = _command()
         if command is not None:
             name = command.name
             _run(command)
         sys.stdout.flush()
     except KeyboardInterrupt:  # while the command starts or ends
-        exit_interrupted(0 if name == "server" else INTERRUPTED)
+        exit_interrupted(0 if name == "server" else interrupts.INTERRUPTED)
     except BrokenPipeError:  # of a bench's table
         exit_unread()
         raise

@@ -5,10 +5,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from mlx_paged import command_buffers
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as a shell gives it."""
+from mlx_paged import command_buffers, interrupts
+from mlx_paged.interrupts import INTERRUPTED
 
 
 def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
@@ -18,10 +16,12 @@ def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
+        interrupts.raise_again()
         command_buffers.lengthen()
         status = main()
         if sys.stdout is not None:  # the shell's `>&-` closes it
             sys.stdout.flush()
+        interrupts.exit_at_once(status)
         sys.exit(status)
     except KeyboardInterrupt:
         exit_interrupted(interrupted)
@@ -36,7 +36,7 @@ def exit_unread() -> None:
     from select import poll
 
     output, broken = sys.stdout.fileno(), poll()
-    broken.register(output, 0)  # errors and hang-ups are always told
+    broken.register(output, 0)  # errors and hang-ups are always reported
     if broken.poll(0):
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # Python flushes stdout when it ends
         sys.exit(1)
@@ -47,6 +47,7 @@ def exit_interrupted(status: int) -> NoReturn:
     # A Ctrl-C within `exec` of a text, as dataclasses use it, sets a flag of CPython that ends the
     # process by SIGINT even though the exception was caught. Each `exec` of a text resets the flag.
     exec("")
+    interrupts.exit_at_once(status)
     if status:
         print("interrupted", file=sys.stderr)
     sys.exit(status)

@@ -1,1 +1,1 @@
-"""Adapters of single requests: low-rank terms beside the weights of a model."""
+"""Adapters of single requests: low-rank terms in addition to the weights of a model."""

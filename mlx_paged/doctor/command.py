@@ -26,7 +26,7 @@ from mlx_paged.doctor.sources import check_sources
 from mlx_paged.doctor.speed import check_speed
 from mlx_paged.doctor.tokens import check_order, check_tokens
 from mlx_paged.doctor.variants import all_variants, common_variants
-from mlx_paged.starting import INTERRUPTED
+from mlx_paged.interrupts import INTERRUPTED
 
 CHECKS: dict[str, Check] = {
     "machine": check_machine,

@@ -1,1 +1,1 @@
-"""Paged caches under mlx-lm's own functions."""
+"""Paged caches for mlx-lm's own functions."""

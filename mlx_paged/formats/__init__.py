@@ -1,1 +1,1 @@
-"""How models write thoughts and tool calls: a file for each family. Knows no mlx."""
+"""How models write thoughts and tool calls: a file for each family. Does not import mlx."""

@@ -22,11 +22,11 @@ from mlx_paged.generate.report import (
     progress_of,
 )
 from mlx_paged.generate.results_file import Result, read_answers, results_file
+from mlx_paged.interrupts import INTERRUPTED
 from mlx_paged.launched import rank
 from mlx_paged.loading import context_length, engine_options, load_model
 from mlx_paged.outputs import Completion
 from mlx_paged.runner.ranks import joined
-from mlx_paged.starting import INTERRUPTED
 from mlx_paged.vision.host import image_processor
 from mlx_paged.vision.images import knows_only_parts
 

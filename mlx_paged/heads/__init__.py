@@ -1,1 +1,1 @@
-"""Heads that guess tokens from the hidden states of a model."""
+"""Heads that propose tokens from the hidden states of a model."""

@@ -1,1 +1,1 @@
-"""What steps cost. Knows no mlx."""
+"""The cost of steps. Does not import mlx."""

@@ -1,1 +1,1 @@
-"""What an engine gives back while the system is short of memory."""
+"""What an engine releases while the system is short of memory."""

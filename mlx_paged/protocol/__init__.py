@@ -1,1 +1,1 @@
-"""The requests and answers of the three HTTP APIs as data: how they are read and written."""
+"""The requests and responses of the three HTTP APIs as data: how they are read and written."""

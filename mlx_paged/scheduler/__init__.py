@@ -1,1 +1,1 @@
-"""Which tokens the next step computes. Knows no mlx."""
+"""Which tokens the next step computes. Does not import mlx."""

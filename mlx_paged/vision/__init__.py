@@ -1,1 +1,1 @@
-"""Models of mlx-vlm in the engine: prompts with images, beside prompts of text."""
+"""Models of mlx-vlm in the engine: prompts with images and prompts of text."""

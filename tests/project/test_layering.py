@@ -23,7 +23,9 @@ REQUESTS = {
     "outputs",
     "constraint",
 }
-COMMAND = {"cli", "config_file", "launched", "loading", "model_folders", "starting"}
+COMMAND = {
+    *("cli", "config_file", "interrupts", "launched", "loading", "model_folders", "starting"),
+}
 MAY_IMPORT = {
     "server": {
         *("adapters", "protocol", "formats", "engine", "vision", "runner", "metrics", "kv"),
@@ -87,12 +89,13 @@ MAY_IMPORT = {
     "model_folders": set[str](),
     "cli": {"arguments", "model_folders", "option_kinds", "options"},
     "config_file": {"arguments", "cli"},
-    "starting": {"command_buffers"},
+    "interrupts": set[str](),
+    "starting": {"command_buffers", "interrupts"},
     "command_buffers": set[str](),
     "system_memory": set[str](),
     "tensor_files": set[str](),
     "holdings": set[str](),
-    "__main__": {"cli", "command_buffers", "starting"},
+    "__main__": {"cli", "command_buffers", "interrupts", "starting"},
     "heads": {"arguments", "cli", "starting", "tensor_files"},
     "runner": {
         *("launched", "sampling", "metrics", "scheduler", "attention", "heads", "kv", "ops"),

@@ -110,13 +110,13 @@ def test_mistakes_that_need_no_mlx_come_before_slow_imports(name):
         "module = importlib.import_module(sys.argv[1])\n"
         "for line in sys.stdin.read().split('\\n'):\n"
         "    sys.argv[1:] = line.split()\n"
-        "    told = io.StringIO()\n"
-        "    with contextlib.redirect_stderr(told):\n"
+        "    shown = io.StringIO()\n"
+        "    with contextlib.redirect_stderr(shown):\n"
         "        try:\n"
         "            status = module.main()\n"
         "        except SystemExit as end:\n"
         "            status = end.code\n"
-        "    print(status, told.getvalue(), end='')\n"
+        "    print(status, shown.getvalue(), end='')\n"
         "print(*{name.split('.')[0] for name in sys.modules}, end='')\n"
     )
     module = f"mlx_paged.{name}" if name == "run" else f"mlx_paged.{name}.__main__"
@@ -128,9 +128,9 @@ def test_mistakes_that_need_no_mlx_come_before_slow_imports(name):
         timeout=TIMEOUT,
         cwd=ROOT,
     )
-    *told, imported = found.stdout.split("\n")
-    assert len(told) == len(MISTAKES[name]), found
-    for line, (_, message) in zip(told, MISTAKES[name], strict=True):
+    *lines, imported = found.stdout.split("\n")
+    assert len(lines) == len(MISTAKES[name]), found
+    for line, (_, message) in zip(lines, MISTAKES[name], strict=True):
         assert line.startswith("2 ") and message in line
     assert set(imported.split()) & SLOW == set()
 
@@ -233,6 +233,79 @@ def test_ctrl_c_while_a_command_starts_leaves_no_traceback(name):
             _, rest = process.communicate(timeout=TIMEOUT)
         assert process.returncode == (0 if name == "server" else 130), (module, rest)
         assert "Traceback" not in rest
+
+
+INTERRUPTING = """
+import os, signal, sys
+
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            os.environ["INTERRUPT_AT"] = ""
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+@pytest.mark.parametrize("ended", ["mlx_paged.starting", "mlx_paged.{}", "mlx_paged.cli"])
+@pytest.mark.parametrize("name", ["generate", "server", "doctor", "kv_disk", "terminal", "heads"])
+def test_ctrl_c_within_the_imports_of_the_package_leaves_no_traceback(
+    name, ended, tmp_path, monkeypatch
+):
+    """From the first line of the package on; Python's own start comes before it."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("INTERRUPT_AT", ended.format(name))
+    found = run("-m", f"mlx_paged.{name}", "--help")
+    expected = (0, "") if name == "server" else (130, "interrupted\n")
+    assert (found.returncode, found.stderr, found.stdout) == (*expected, "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["server"], ["chat", "--help"]])
+def test_ctrl_c_within_the_imports_of_mlx_paged_leaves_no_traceback(
+    arguments, tmp_path, monkeypatch
+):
+    """As ``python -m mlx_paged``, and as pip's script of the command."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTING)
+    script = tmp_path / "mlx_paged"
+    script.write_text("import sys\nfrom mlx_paged.__main__ import main\nsys.exit(main())\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.setenv("INTERRUPT_AT", "mlx_paged.starting")
+    expected = (0, "") if arguments == ["server"] else (130, "interrupted\n")
+    for program in (["-m", "mlx_paged"], ["-mmlx_paged"], [str(script)]):
+        found = run(*program, *arguments)
+        assert (found.returncode, found.stderr) == expected, program
+
+
+def test_other_programs_keep_their_own_ctrl_c(tmp_path):
+    """A program that imports the package, and one that a shell started in the background."""
+    program = tmp_path / "program.py"
+    program.write_text("import signal, mlx_paged; print(signal.getsignal(signal.SIGINT).__name__)")
+    assert run(str(program)).stdout == "default_int_handler\n"
+    code = (
+        "import runpy, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "sys.argv = ['mlx_paged'];"
+        "import mlx_paged.starting; assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN;"
+        "mlx_paged.starting.start(lambda: signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)"
+    )
+    found = run("-c", code)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_ctrl_c_after_a_command_has_ended_keeps_its_status(status):
+    """While Python ends, KeyboardInterrupt would be shown and ignored."""
+    code = (
+        "import atexit, os, signal;"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT));"
+        "from mlx_paged.starting import start;"
+        f"start(lambda: print('done') or {status})"
+    )
+    found = run("-c", code)
+    assert (found.returncode, found.stdout, found.stderr) == (status, "done\n", "")
 
 
 def test_a_flag_that_does_not_exist_is_answered_with_a_similar_one(capsys):
