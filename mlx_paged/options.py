@@ -142,7 +142,7 @@ class PoolConfig:
     kv_bits: KVBits = option(
         None,
         Bits(),
-        "8 or 6 to store K/V with so many bits an element, 4 to store keys with 6 and values with"
+        "8 or 6 to store K/V with that many bits an element, 4 to store keys with 6 and values with"
         " 4 bits; docs/kv-quantization.md has the differences. Default: as the model computes it.",
         OptionFlag(
             "--kv-bits",
@@ -159,7 +159,7 @@ class PoolConfig:
         None,
         Bytes(0),
         "bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if MLX's limit"
-        " is. Default: a tenth of the GPU's memory, less if `kv_memory` or `num_blocks` asks for a"
+        " is. Default: a tenth of the GPU's memory, less if `kv_memory` or `num_blocks` sets a"
         " small pool, but at least the arrays of a step.",
         OptionFlag(
             "--cache-limit",
@@ -183,9 +183,9 @@ class PoolConfig:
     prefill_chunk: int = option(
         512,
         Whole(1),
-        "the largest number of prompt tokens in a step, beside the running requests. On a GPU, a"
-        " prompt beside which no request runs or waits takes up to four times as many: at most"
-        " 2,048, or `prefill_chunk` if that is larger.",
+        "the largest number of prompt tokens in a step, in addition to the running requests. On a"
+        " GPU, a prompt takes up to four times as many while no other request runs or waits: at"
+        " most 2,048, or `prefill_chunk` if that is larger.",
         OptionFlag("--prefill-chunk --prefill-step-size", "maximum prompt tokens in a step", "N"),
     )
     prefix_cache: bool = option(
@@ -211,8 +211,8 @@ class PoolConfig:
     snapshot_bits: int | None = option(
         None,
         EightBits(),
-        "8 to store these copies with so many bits an element: a third of float32's bytes or less."
-        " A prompt that goes on from such a copy may get other tokens; docs/engine.md has the"
+        "8 to store these copies with 8 bits an element: a third of float32's bytes or less."
+        " A prompt that continues from such a copy may get other tokens; docs/engine.md has the"
         " differences. Default: as the model computes them.",
         OptionFlag(
             "--snapshot-bits",
@@ -307,7 +307,7 @@ class EngineConfig(PoolConfig):
         None,
         Milliseconds(),
         "the longest time of a step while streams run, so that a long prompt does not delay them"
-        " longer. A cost model, which learns from every step, chooses steps that take no longer."
+        " longer. A cost model, fitted to every step, plans steps that take no longer."
         " None: only `prefill_chunk` limits a step, and its tokens do not depend on the clock.",
         OptionFlag(
             "--max-stall-ms",
@@ -352,17 +352,16 @@ class EngineConfig(PoolConfig):
     speculate: str | None = option(
         None,
         Name(GUESSERS, GUESSER),
-        'what guesses tokens that running requests then compute ahead: "ngram" copies what followed'
-        " the same tokens earlier in a request; None: nothing. The output stays the same. Steps"
-        " with guesses are read before the next one is launched. Models that compute one sequence"
-        " at a time compute no guesses.",
+        'speculative decoding: "ngram" proposes the tokens that followed the same tokens earlier in'
+        " a request; None: off. The output stays the same. Steps with drafts are read before the"
+        " next step is launched. Models that compute one sequence at a time compute no drafts.",
         OptionFlag("--speculate", "speculative decoding by n-grams; same output"),
     )
     draft_model: nn.Module | None = option(
         None,
         Kind(),
-        "a smaller mlx-lm model with the same vocabulary, which guesses tokens instead. Its pool is"
-        " a part of `kv_memory`, or has as many blocks as `num_blocks` says.",
+        "a smaller mlx-lm model with the same vocabulary, which proposes tokens instead. Its pool"
+        " is a part of `kv_memory`, or has as many blocks as `num_blocks` says.",
         OptionFlag(
             "--draft-model",
             "speculative decoding with this smaller model",
@@ -374,7 +373,7 @@ class EngineConfig(PoolConfig):
     draft_head: str | PathLike[str] | None = option(
         None,
         PathOrAuto("the head"),
-        "a head of this model, which guesses instead or, with `speculate`, wherever its guesses"
+        "a head of this model, which proposes tokens instead or, with `speculate`, where its drafts"
         " promise more: a folder with an EAGLE-3 head, a file of `mlx_paged head extract`, or a"
         " checkpoint with an MTP head (docs/speculation.md).",
         OptionFlag(
@@ -387,7 +386,7 @@ class EngineConfig(PoolConfig):
     num_draft_tokens: int = option(
         3,
         Whole(1, MAX_DRAFTS),
-        "the largest number of tokens that a draft model or head guesses for a request in a step.",
+        "the largest number of tokens that a draft model or head proposes for a request in a step.",
         OptionFlag(
             "--num-draft-tokens",
             "draft tokens of a request per step",

@@ -15,6 +15,7 @@ import argparse
 import http.client
 import http.server
 import json
+import os
 import re
 import shutil
 import signal
@@ -35,6 +36,11 @@ NAME = "mlx-paged"
 SERVER_S = 300  # for a server to start
 
 
+def user_environment() -> dict[str, str]:
+    """The variables of this process without those that change what a Python imports."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+
 class FailedError(Exception):
     """A step that failed; the message is what it printed."""
 
@@ -42,7 +48,12 @@ class FailedError(Exception):
 def run(*command: str | Path, cwd: Path | None = None) -> str:
     """What a command prints. Raises FailedError if it fails."""
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*map(str, command)],
+        cwd=cwd,
+        env=user_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
         raise FailedError(f"{' '.join(map(str, command))}: status {done.returncode}\n{done.stdout}")
@@ -128,7 +139,9 @@ def serve_one(python: Path, folder: Path) -> str:
     command = [str(python), "-m", "mlx_paged.server", "--port", "0"]
     log = folder / "server.log"
     with log.open("w") as written:
-        server = subprocess.Popen(command, cwd=folder, stdout=written, stderr=written)
+        server = subprocess.Popen(
+            command, cwd=folder, env=user_environment(), stdout=written, stderr=written
+        )
     try:
         deadline, found = time.monotonic() + SERVER_S, None
         while found is None:

@@ -45,24 +45,23 @@ class Engine(ModelCore):
         block_size: token slots in a block.
         kv_memory: bytes for the pool; default: leaves room for others (docs/on-a-mac.md).
         num_blocks: size of the pool in blocks of all layers, instead of `kv_memory`.
-        kv_bits: 8 or 6 to store K/V with so many bits an element, 4 to store keys with 6 and values
-            with 4 bits; docs/kv-quantization.md has the differences. Default: as the model computes
-            it.
+        kv_bits: 8 or 6 to store K/V with that many bits an element, 4 to store keys with 6 and
+            values with 4 bits; docs/kv-quantization.md has the differences. Default: as the model
+            computes it.
         max_kv_tokens: without `kv_memory` and `num_blocks`, the pool has room for no more than
             these tokens.
         cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if
             MLX's limit is. Default: a tenth of the GPU's memory, less if `kv_memory` or
-            `num_blocks` asks for a small pool, but at least the arrays of a step.
+            `num_blocks` sets a small pool, but at least the arrays of a step.
         wired: raise MLX's wired limit while the engine lives (docs/on-a-mac.md has reports of
             kernel panics with it). None: if MLX_PAGED_WIRED is 1.
         max_running: the largest number of requests that are computed together.
-        prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
-            On a GPU, a prompt beside which no request runs or waits takes up to four times as many:
-            at most 2,048, or `prefill_chunk` if that is larger.
+        prefill_chunk: the largest number of prompt tokens in a step, in addition to the running
+            requests. On a GPU, a prompt takes up to four times as many while no other request runs
+            or waits: at most 2,048, or `prefill_chunk` if that is larger.
         max_stall_ms: the longest time of a step while streams run, so that a long prompt does not
-            delay them longer. A cost model, which learns from every step, chooses steps that take
-            no longer. None: only `prefill_chunk` limits a step, and its tokens do not depend on the
-            clock.
+            delay them longer. A cost model, fitted to every step, plans steps that take no longer.
+            None: only `prefill_chunk` limits a step, and its tokens do not depend on the clock.
         policy: order of waiting requests: "fcfs", "priority", "shortest" or "fair".
         preempt: which request is preempted when no block is free: "newest", "longest" or
             "fewest-generated". Its tokens are computed again, with the same result.
@@ -73,24 +72,24 @@ class Engine(ModelCore):
         snapshot_memory: bytes for copies of the states of recurrent layers. Models with such layers
             need these copies to share prefixes; 0: they do not share them. Default: four copies for
             each running request, but at most a quarter of the memory that the device can spare.
-        snapshot_bits: 8 to store these copies with so many bits an element: a third of float32's
-            bytes or less. A prompt that goes on from such a copy may get other tokens;
-            docs/engine.md has the differences. Default: as the model computes them.
+        snapshot_bits: 8 to store these copies with 8 bits an element: a third of float32's bytes or
+            less. A prompt that continues from such a copy may get other tokens; docs/engine.md has
+            the differences. Default: as the model computes them.
         lookahead: launch each step before the step before it has been read. The device then hardly
             waits for the host, and every token is seen one step later.
         prewarm: compile the GPU pipelines and trace the decodes now, so that the first requests do
             not wait; None: when an :class:`EngineService` starts, whose thread needs its own
             traces. ``stats.prewarm_seconds`` says how long the pipelines took; None on a CPU.
-        speculate: what guesses tokens that running requests then compute ahead: "ngram" copies what
-            followed the same tokens earlier in a request; None: nothing. The output stays the same.
-            Steps with guesses are read before the next one is launched. Models that compute one
-            sequence at a time compute no guesses.
-        draft_model: a smaller mlx-lm model with the same vocabulary, which guesses tokens instead.
+        speculate: speculative decoding: "ngram" proposes the tokens that followed the same tokens
+            earlier in a request; None: off. The output stays the same. Steps with drafts are read
+            before the next step is launched. Models that compute one sequence at a time compute no
+            drafts.
+        draft_model: a smaller mlx-lm model with the same vocabulary, which proposes tokens instead.
             Its pool is a part of `kv_memory`, or has as many blocks as `num_blocks` says.
-        draft_head: a head of this model, which guesses instead or, with `speculate`, wherever its
-            guesses promise more: a folder with an EAGLE-3 head, a file of `mlx_paged head extract`,
-            or a checkpoint with an MTP head (docs/speculation.md).
-        num_draft_tokens: the largest number of tokens that a draft model or head guesses for a
+        draft_head: a head of this model, which proposes tokens instead or, with `speculate`, where
+            its drafts promise more: a folder with an EAGLE-3 head, a file of `mlx_paged head
+            extract`, or a checkpoint with an MTP head (docs/speculation.md).
+        num_draft_tokens: the largest number of tokens that a draft model or head proposes for a
             request in a step.
         compile: compute the steps that only decode by graphs that MLX has traced before, if it can
             (docs/compiled-decodes.md). None: if they take less time: measured now.

@@ -221,6 +221,7 @@ WORDS_OF_OTHERS = {
     *("OMP_WAIT_POLICY", "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER", "MLX_METAL_GPU_ARCH"),
     *("OTEL_SERVICE_NAME", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_TRACES_SAMPLER"),
     *("OTEL_BSP_MAX_QUEUE_SIZE", "ANTHROPIC_API_KEY"),
+    *("ANTHROPIC_MODEL", "OPENAI_MODEL", "OPENAI_API_BASE", "OPENAI_API_BASE_URL", "env_key"),
     *("with_structured_output", "function_calling", "json_mode"),  # langchain
     *(
         "guided_grammar",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_paged import _ext
-from scripts.package_rehearsal import FailedError, is_of_wheel, main, serve
+from scripts.package_rehearsal import FailedError, is_of_wheel, main, run, serve
 from tests.project.test_pip_resolution import add
 
 
@@ -42,6 +42,15 @@ def test_pip_reads_the_index(tmp_path):
     assert [path.name for path in (tmp_path / "got").iterdir()] == [
         "some_name-1.5-py3-none-any.whl"
     ]
+
+
+def test_what_is_tried_does_not_import_from_this_process_s_path(monkeypatch, tmp_path):
+    """With PYTHONPATH of a clone, the installed package would not be the one that is imported."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    printed = run(
+        sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path.parent
+    )
+    assert str(tmp_path) not in printed.split("\n") and "site-packages" in printed
 
 
 @pytest.mark.parametrize("python", ["/nowhere/python", "/bin/true"])
