@@ -152,6 +152,7 @@ class Snapshots:
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Block i is block ``numbers[i]`` from here on."""
         kept, self._by_key, self._runs = self._by_key, {}, {}
+        self._states.clear()
         for (block, run), snapshot in kept.items():
             self._keep((numbers[block], run), snapshot)
 

@@ -35,16 +35,20 @@ class Sizes:
         self.size = PoolSize(engine.scheduler, runner, engine.stats, unended, beside)
         self.engine, self.sizes, self.calls = engine, sizes, 0
         self.found: list[int] = []
+        self.is_whole = True
         engine._pipeline.pause = self
 
     def is_due(self) -> bool:
+        assert self.is_whole, "a change of size has failed"  # the engine recovers from this
         self.calls += 1
         return self.calls % 3 != 0
 
     def run(self) -> None:
+        self.is_whole = False
         self.size.change(self.sizes[self.calls % len(self.sizes)])
         self.found.append(self.size.now)
         self.engine.manager.check_integrity()
+        self.is_whole = True
 
     def rest(self) -> None:
         pass

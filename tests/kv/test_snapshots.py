@@ -509,3 +509,12 @@ def test_a_state_of_two_snapshots_is_kept_until_both_are_dropped():
         snapshots.forget(block)
         snapshots.check_integrity({1: BLOCK, 2: BLOCK}, BLOCK)
     assert not snapshots.has_state(7)
+
+
+def test_new_numbers_of_blocks_keep_the_states():
+    snapshots = Snapshots(4)
+    assert snapshots.add(1, BLOCK, Snapshot(BLOCK, state=7))
+    snapshots.renumber({1: 0})
+    snapshots.check_integrity({0: BLOCK}, BLOCK)
+    snapshots.forget(0)
+    assert not snapshots.has_state(7)
