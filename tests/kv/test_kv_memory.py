@@ -87,7 +87,7 @@ def test_the_default_leaves_room_below_the_limit_from_which_mlx_gives_memory_bac
     monkeypatch, name
 ):
     mac = fake_mac(monkeypatch, name)
-    mac.others = int(4.5 * GB) - mx.get_active_memory()  # what earlier tests left is in use, too
+    mac.others = int(4.5 * GB) - memory_in_use()  # what earlier tests left is in use, too
     weights = mx.get_active_memory()
     pool = num_blocks_for(LLAMA_8B, BLOCK, None) * LLAMA_8B_BLOCK
     room = 0.95 * mac.working_set - (weights + pool)
@@ -100,7 +100,7 @@ def test_the_default_leaves_room_below_the_limit_from_which_mlx_gives_memory_bac
 )
 def test_the_default_beside_the_weights_of_an_8b_model_in_4_bits(monkeypatch, name, gigabytes):
     mac = fake_mac(monkeypatch, name)
-    mac.others = int(4.5 * GB) - mx.get_active_memory()  # what earlier tests left is in use, too
+    mac.others = int(4.5 * GB) - memory_in_use()  # what earlier tests left is in use, too
     pool = num_blocks_for(LLAMA_8B, BLOCK, None) * LLAMA_8B_BLOCK
     assert pool / GB == pytest.approx(gigabytes, rel=0.02)
 
@@ -190,7 +190,7 @@ class TestTooMuch:
 
     def test_snapshots_that_are_to_come_are_not_left(self, m1):
         gc.collect()  # memory of earlier tests must not be freed meanwhile
-        left = m1.working_set - mx.get_active_memory()
+        left = m1.working_set - memory_in_use()
         assert num_blocks_for(LLAMA_8B, BLOCK, left - GB, reserved=GB)
         with pytest.raises(ValueError, match=f"expected at most {left - GB} bytes"):
             num_blocks_for(LLAMA_8B, BLOCK, left - GB + 1, reserved=GB)
