@@ -15,7 +15,7 @@ def check_model(name: str, adapter_path: str | None = None) -> None:
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise ValueError(f"adapter {adapter_path}: no such directory")
     if not path.exists() and not _may_be_hub_id(name):
-        raise ValueError(f"model {name}: no such directory{'' if '/' in name else HUB}")
+        raise ValueError(f"model {name}: no such directory{f': {FOLDER}' if '/' in name else HUB}")
     _require_no_gguf(path)
     if path.is_file():
         raise ValueError(f"model {name}: it is a file: {FOLDER}")

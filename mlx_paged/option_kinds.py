@@ -80,6 +80,8 @@ class Whole(Kind):
     def read(self, text: str) -> float:
         if self.maximum is None:
             expected = f"a whole number >= {self.minimum}"
+            if text.isdecimal() and len(text) > len(str(self.minimum)):  # it is too large
+                expected = f"a whole number from {self.minimum} to {self.largest_read}"
             return read_number(text, int, self.minimum, self.largest_read, expected)
         expected = f"a whole number from {self.minimum} to {self.maximum}"
         return read_number(text, int, self.minimum, self.maximum, expected)

@@ -11,8 +11,7 @@ from mlx_paged.generate.prompts_file import PromptSpec, prompt_specs
 
 def given_prompts(args: argparse.Namespace) -> list[PromptSpec]:
     """The prompts of the command line, then those of the prompts file. Raises ValueError for a
-    wrong flag, folder or line that needs no mlx to be found, OSError for a file that cannot be read
-    or written."""
+    wrong flag, folder, file or line that needs no mlx to be found."""
     _check_files(args)
     specs = prompt_specs(args)
     if any(spec.batch is not None for spec in specs):
@@ -20,8 +19,12 @@ def given_prompts(args: argparse.Namespace) -> list[PromptSpec]:
     if args.best_of is not None and args.n > args.best_of:
         raise ValueError(f"--n is {args.n}: expected at most --best-of {args.best_of}")
     check_flags(args)
-    for path in written_files(args).values():  # a path that cannot be written fails before the work
-        Path(path).open("a", encoding="utf-8").close()
+    for flag, path in written_files(args).items():  # before the work
+        try:
+            Path(path).open("a", encoding="utf-8").close()
+        except OSError as error:
+            reason = f"{error.strerror}: expected a file that can be written"
+            raise ValueError(f"{flag} {path}: {reason}") from error
     return specs
 
 

@@ -52,7 +52,7 @@ class PromptSpec:
 
 def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
     """The prompts of the command line, then those of the prompts file. Raises ValueError if there
-    is none or a line is wrong, OSError if the file cannot be read."""
+    is none, a line is wrong, or the file cannot be read."""
     images = tuple(args.image)
     if images and not (args.prompt and args.vision):
         raise ValueError("--image is given: expected --prompt and --vision beside it")
@@ -65,6 +65,9 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
                 specs += read_prompts(lines, args.prompts_file)
         except UnicodeDecodeError as error:
             raise ValueError(f"{args.prompts_file}: not UTF-8: {error.reason}") from error
+        except OSError as error:
+            reason = f"{error.strerror}: expected a file of JSON lines, or - for standard input"
+            raise ValueError(f"--prompts-file {args.prompts_file}: {reason}") from error
     if not specs:
         raise ValueError("no prompt: give --prompt or --prompts-file")
     return specs

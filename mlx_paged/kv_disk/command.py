@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     not exist or has other files."""
     allow_disk()
     if not args.directory.is_dir():
-        raise ValueError(f"{args.directory}: no such directory")
+        raise ValueError(f"DIR {args.directory}: no such directory: expected one of --kv-disk")
     packs = PackFiles(args.directory, sys.maxsize)
     records, damage = dict[bytes, list[Record]](), Counter[str]()
     for found in packs.scan():

@@ -60,7 +60,7 @@ def _collector(text: str) -> str:
 
 
 OTLP_PATH = "/v1/traces"
-SECONDS = number(float, 0, 1e9, "a number of seconds")
+SECONDS = number(float, 0, 1e9, "a number of seconds >= 0")
 PORT = number(int, 0, 65535, "a port from 0 to 65535")
 MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
 

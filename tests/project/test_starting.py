@@ -63,8 +63,14 @@ MISTAKES = {
         ("-p x --kv-disk-gb 3", "--kv-disk-gb is given: expected --kv-disk beside it"),
         ("-p x --adapter-path nowhere", "adapter nowhere: no such directory"),
         ("-p x --n 3 --best-of 2", "--n is 3: expected at most --best-of 2"),
-        ("-p x --stats-json /nowhere/x", "/nowhere/x: No such file or directory"),
-        ("--prompts-file nowhere", "nowhere: No such file or directory"),
+        (
+            "-p x --stats-json /nowhere/x",
+            "--stats-json /nowhere/x: No such file or directory: expec",
+        ),
+        ("-p x --output /nowhere/x", "--output /nowhere/x: No such file or directory: expected a"),
+        ("-p x --seed 99999999999999999999", "expected a whole number from 0 to 922337203685477"),
+        ("-p x --model /nowhere/x", "model /nowhere/x: no such directory: expected a folder with"),
+        ("--prompts-file nowhere", "--prompts-file nowhere: No such file or directory: expected a"),
         ("--prompts-file README.md", "README.md line 1: not valid JSON at column 1"),
     ],
     "terminal": [
@@ -76,6 +82,7 @@ MISTAKES = {
     ],
     "server": [
         ("--model docs", "model docs: it has no config.json"),
+        ("--drain-seconds -1", "--drain-seconds: expected a number of seconds >= 0, got '-1'"),
         ("--models-dir nowhere", "--models-dir is nowhere: expected a directory"),
         ("--draft-model docs", "--draft-model: model docs: it has no config.json"),
         ("--uds /nowhere/x", "--uds /nowhere/x: No such file or directory: expected a path"),
