@@ -55,10 +55,10 @@ FEATURES = {
         (
             *("scheduler/speculation.py", "scheduler/ngram.py", "runner/draft_model.py"),
             *("runner/pooled_drafter.py", "runner/head_drafter.py", "runner/head_model.py"),
-            "runner/kept_states.py",
+            *("runner/kept_states.py", "runner/drafting.py"),
         ),
         ("*draft*", "*speculat*", "*ngram*", "num_accepted", "*proposal*"),
-        at_home=("scheduler/progress.py", "scheduler/proposals.py", "heads"),
+        at_home=("scheduler/progress.py", "heads"),
     ),
     # Tokens after a request's own, for which the sampler has rows. Who guessed them it cannot know.
     "beyond": Feature(("sampling/penalties.py",), ("*beyond*",)),

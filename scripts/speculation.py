@@ -116,7 +116,7 @@ def make_engine(name: str, model: nn.Module, layers: int, **options: Any) -> Eng
     engine = Engine(model, speculate="ngram", **options)
     if name != "ngram":
         depth = int(name.removeprefix(FIXED))
-        speculation: Any = engine.scheduler.proposals
+        speculation: Any = engine.scheduler.decoding
         speculation._depths = always(depth)
     return engine
 

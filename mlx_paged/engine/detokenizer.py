@@ -48,7 +48,8 @@ class Bytes:
 
     def push(self, token: int) -> str:
         text = self._decoder.decode(self._bytes_of(token))
-        return text + self.finish() if _is_surrogate(self._decoder.getstate()[0]) else text
+        held = self._decoder.getstate()[0]
+        return text + self.finish() if held and _is_surrogate(held) else text
 
     def pending(self, most: int = sys.maxsize) -> str:
         return self._decoder.getstate()[0].decode("utf-8", "replace")

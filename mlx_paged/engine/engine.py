@@ -22,6 +22,7 @@ from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.prompt import Prompt
 from mlx_paged.runner.device_errors import telling_errors
+from mlx_paged.runner.drafting import Drafting
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.positions import positions_of
 from mlx_paged.sampling_params import SamplingParams
@@ -201,7 +202,7 @@ class Engine(ModelCore):
             kv_disk_gb=kv_disk_gb,
             model_files=model_files,
         )
-        parts = EngineParts.of(model, tokenizer, config)
+        parts = EngineParts.of(model, tokenizer, config, Drafting)
         traits = parts.models.pooled.profile
         super().__init__(
             parts,
@@ -213,7 +214,7 @@ class Engine(ModelCore):
             # Without mixed steps, several tokens of a request at once would need a forward each.
             mixes_steps=traits.batching is Batching.MIXED,
         )
-        parts.models.watch(self.observers)
+        self.observers.settled += parts.models.companion.observers
         self._encode.positions, self.prewarm = positions_of(model), config.prewarm
         watch_memory(self._pipeline, parts, self._requests.values)
         # The last attribute: MLX's limits are restored after the arrays of a step are gone.

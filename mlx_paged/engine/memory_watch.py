@@ -35,7 +35,7 @@ def watch_memory(
     scheduler, models, size = parts.scheduler, parts.models, None
     runner, copy_when_idle = models.runner, WeakMethod(pipeline.copy_when_idle)
     if (arrays := models.resizable) is not None:
-        size = PoolSize(scheduler, arrays, parts.stats, unended, models.beside)
+        size = PoolSize(scheduler, arrays, parts.stats, unended, models.follow)
 
     def forget_kept() -> bool:
         had_any = scheduler.forget_kept()

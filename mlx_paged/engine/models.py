@@ -1,4 +1,4 @@
-"""The parts of an engine of a model: the model on its pool, what drafts for it, the scheduler."""
+"""The parts of an engine of a model: the model on its pool, its companion, the scheduler."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,6 @@ from mlx_paged.adapters.store import AdapterStore
 from mlx_paged.arguments import GB, require
 from mlx_paged.engine.ledger import Ledger, libraries_bytes
 from mlx_paged.engine.text import Tokenizer
-from mlx_paged.heads.opening import open_head
 from mlx_paged.kv.limits import HeldLimits
 from mlx_paged.kv.memory import MemoryBudget, gpu_memory
 from mlx_paged.kv_disk.opening import open_tier
@@ -21,87 +20,67 @@ from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, Tick
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
+from mlx_paged.runner.companions import Companion, MakeCompanion, NoCompanion
 from mlx_paged.runner.device_errors import telling_errors
-from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
-from mlx_paged.runner.head_drafter import HeadDrafter, head_model, probed_head
-from mlx_paged.runner.head_model import HeadModel
 from mlx_paged.runner.launched_step import LaunchedStep
-from mlx_paged.runner.model_probe import require_model
 from mlx_paged.runner.model_runner import ModelRunner
-from mlx_paged.runner.pooled_drafter import PooledDrafter
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.processes import Processes, processes_of
 from mlx_paged.runner.profiling import ProfilingRunner
-from mlx_paged.scheduler.ngram import NgramDrafter
 from mlx_paged.scheduler.scheduler import PredictSeconds, Scheduler
-from mlx_paged.scheduler.speculation import Drafter, Speculation
-from mlx_paged.scheduler.step import Observers, Runner
+from mlx_paged.scheduler.step import Runner
 from mlx_paged.scheduler.tier import Tier
 
-DRAFTERS = {"ngram": NgramDrafter}
-"""What guesses tokens without a model, by the values of ``speculate``."""
 WATERMARK = 0.01
 """The part of the pool that must stay free when a request is admitted while others run."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModels:
-    """What computes an engine's steps, what guesses their tokens, and the adapters of requests."""
+    """The model of an engine on its pool, its companion, and the adapters of requests."""
 
     processes: Processes
     pooled: PooledModel
     runner: Runner[LaunchedStep]
-    reports: Mapping[str, Any]  # of what computes, in the statistics, by the field's name
-    drafters: list[Drafter]
+    reports: Mapping[str, Any]  # what `runner` reports in the statistics, by the field's name
+    companion: Companion
     adapters: AdapterStore | None
 
     @classmethod
     @telling_errors()
     def of(
-        cls, model: nn.Module, config: EngineConfig, phases: PhaseTimes | None
+        cls,
+        model: nn.Module,
+        config: EngineConfig,
+        phases: PhaseTimes | None,
+        make_companion: MakeCompanion | None,
     ) -> "EngineModels":
         """Put the models on their pools. All weights are in memory before the pools are measured.
-        The draft model's pool comes second, because it has as many slots as the model's. With
+        The companion's pool comes second, because it has as many slots as the model's. With
         `phases` each phase of a step is timed."""
         processes = processes_of(model)
         processes.check(config)
         adapters = AdapterStore.of(model, config)
-        if config.draft_model is not None:
-            require_model("Engine", "draft_model", config.draft_model)
         profile = probed(model, config)
-        draft_model = config.draft_model if can_draft(profile) else None
-        of_draft = None if draft_model is None else probed_draft(profile, draft_model)
-        head: HeadModel | None = None
-        if config.draft_head is not None and can_draft(profile):
-            opened = open_head(config.draft_head, model)
-            head = head_model(opened, model, profile.logit_columns)
-            of_draft = probed_head(head)
+        companion: Companion = NoCompanion()
+        if make_companion is not None:
+            companion = make_companion(model, profile, config)
         compiles = config.prewarm is not False
-        measured = MeasuredModel.of(model, profile, config, of_draft, compiles)
+        measured = MeasuredModel.of(model, profile, config, companion.stores, compiles)
         make_runner: Callable[..., ModelRunner]
         make_runner = ModelRunner if phases is None else partial(ProfilingRunner, phases)
-        if head is not None:
-            make_runner = partial(make_runner, reads_states=head.head.states)
+        if companion.reads:
+            make_runner = partial(make_runner, reads_states=companion.reads)
         pooled, runner, reports = processes.pooled(measured, make_runner)
-        drafters = list[Drafter]()
-        if head is not None and of_draft is not None:
-            drafters += [HeadDrafter.beside(pooled, head, of_draft, config.num_draft_tokens)]
-        elif draft_model is not None and of_draft is not None:
-            drafters += [DraftModel.beside(pooled, draft_model, of_draft, config.num_draft_tokens)]
-        if config.speculate is not None and can_draft(profile):
-            drafters += [DRAFTERS[config.speculate]()]
+        companion.start(pooled)
         if adapters is not None:
             pooled.runner.row_terms = adapters.terms
-        return cls(processes, pooled, runner, reports, drafters, adapters)
+        return cls(processes, pooled, runner, reports, companion, adapters)
 
     @property
     def both(self) -> list[PooledModel]:
-        """The model, and the draft model or the head if there is one."""
-        return [self.pooled, *(each.pooled for each in self._pooled_drafters)]
-
-    @property
-    def _pooled_drafters(self) -> list[PooledDrafter]:
-        return [each for each in self.drafters if isinstance(each, PooledDrafter)]
+        """The model, and that of the companion if it has one."""
+        return [self.pooled, *self.companion.models]
 
     @property
     def resizable(self) -> ModelRunner | None:
@@ -110,21 +89,10 @@ class EngineModels:
         pooled = self.pooled
         return pooled.runner if self.processes.is_alone and pooled.pool.block_bytes else None
 
-    @property
-    def beside(self) -> list[Callable[[int], None]]:
-        """What follows a new size of the model's pool."""
-        width = self.pooled.plan.width
-
-        def following(drafter: PooledDrafter) -> Callable[[int], None]:
-            return lambda n: drafter.resize(n // width)
-
-        return [following(each) for each in self._pooled_drafters]
-
-    def watch(self, observers: Observers[LaunchedStep]) -> None:
-        """Give a head the hidden states of the steps."""
-        for each in self.drafters:
-            if isinstance(each, HeadDrafter):
-                observers.settled.append(each.settled)
+    def follow(self, num_blocks: int) -> None:
+        """Let the companion's pool follow a new size of the model's pool."""
+        width = self.pooled.plan.width or 1  # 0: no layer stores K/V
+        self.companion.resize(num_blocks // width)
 
     @property
     def limits(self) -> list[HeldLimits]:
@@ -149,7 +117,7 @@ class EngineParts:
     """What an engine is composed of.
 
     Attributes:
-        models: the model on its pool, and what guesses its tokens.
+        models: the model on its pool, and its companion.
         scheduler: decides what each step computes.
         stats: counters.
         instruments: measure each step.
@@ -163,7 +131,13 @@ class EngineParts:
     ledger: Ledger
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any, config: EngineConfig) -> "EngineParts":
+    def of(
+        cls,
+        model: nn.Module,
+        tokenizer: Any,
+        config: EngineConfig,
+        make_companion: MakeCompanion | None = None,
+    ) -> "EngineParts":
         """Make the parts. The models are warmed up if `config` says so.
 
         Raises:
@@ -174,7 +148,7 @@ class EngineParts:
         libraries_bytes()  # before the pool takes memory
         writer = None if config.metrics_jsonl is None else TickWriter(config.metrics_jsonl)
         phases = PhaseTimes() if config.profile else None
-        models = EngineModels.of(model, config, phases)
+        models = EngineModels.of(model, config, phases, make_companion)
         pooled = models.pooled
         prewarm_seconds = models.warm_up() if config.prewarm else None
         opener = _tier_opener(config, model, tokenizer, pooled)
@@ -241,7 +215,7 @@ def _scheduler(
         victims=PreemptionPolicy(config.preempt),
         max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
         watermark=int(WATERMARK * pooled.pool.num_blocks),
-        make_proposals=partial(Speculation, models.drafters) if models.drafters else None,
+        make_decoding=models.companion.make_decoding,
         open_tier=open_tier,
         few_sizes=gpu_memory() is not None,
         alone_chunk=pooled.longest_chunk,

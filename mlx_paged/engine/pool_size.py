@@ -1,7 +1,7 @@
 """How large an engine's pool is: it changes between steps. Knows no mlx."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from mlx_paged.kv.block_tables import Int32Array
@@ -24,12 +24,12 @@ class Arrays(Protocol):
 
 
 class PoolSize:
-    """Changes the size of a pool, and of the pools beside it, while no step is under way. No
+    """Changes the size of a pool, and of a pool beside it, while no step is under way. No
     request ends because of it, and no token changes: what loses its blocks is computed again.
 
     Args:
         arrays: of the scheduler's pool.
-        beside: called with the new number of blocks, which other pools follow.
+        follow: called with the new number of blocks, which another pool follows.
         unended: returns all requests that have not ended.
 
     Attributes:
@@ -42,13 +42,13 @@ class PoolSize:
         arrays: Arrays,
         stats: EngineStats,
         unended: Callable[[], Iterable[Request]],
-        beside: Sequence[Callable[[int], None]] = (),
+        follow: Callable[[int], None] = lambda num_blocks: None,
     ) -> None:
         self._scheduler = scheduler
         self._arrays = arrays
         self._stats = stats
         self._unended = unended
-        self._beside = beside
+        self._follow = follow
         self.largest = stats.num_blocks
 
     @property
@@ -79,8 +79,7 @@ class PoolSize:
         self._stats.num_blocks = num_blocks
         try:
             self._arrays.resize(num_blocks, kept)
-            for follow in self._beside:
-                follow(num_blocks)
+            self._follow(num_blocks)
         except Exception:
             LOGGER.exception("the pool could not be changed to %d blocks: made anew", num_blocks)
             self._scheduler.recover([])

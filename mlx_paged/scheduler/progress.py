@@ -2,16 +2,20 @@
 and known. No other file writes the latter. Knows no mlx."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, repeat
+from operator import attrgetter
+from typing import Any, ClassVar
 
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
+from mlx_paged.kv.blocks import BlockCopy, BlockTransfer, OutOfBlocksError
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.state_kind import ReadAndLeft
 from mlx_paged.request import Request
 from mlx_paged.scheduler.step import NO_WORK, SampledToken, Span, Step, StepReport, StepWork
+
+ID, NUM_COMPUTED, SAMPLES = map(attrgetter, ("id", "num_computed", "samples"))
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities, the likeliest ones first."""
@@ -100,6 +104,38 @@ class Planning:
             scores=self.scores,
             is_held_back=is_held_back,
         )
+
+
+class OneToken:
+    """The :class:`~mlx_paged.scheduler.decoding.Decoding` that gives each request one token."""
+
+    gives_several = reads_first = False
+    reported: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+
+    def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
+        """Plan all decodes, or none if blocks are short or one of the requests forks."""
+        if any(map(SAMPLES, decodes)):
+            return decodes
+        positions = list(map(NUM_COMPUTED, decodes))
+        try:
+            copies, moves = self._allocator.append_each(list(map(ID, decodes)), positions)
+        except OutOfBlocksError:
+            return decodes
+        planning.copies += copies
+        planning.add_decodes(decodes, positions, moves)
+        return []
+
+    def learn(self, report: StepReport) -> None:
+        pass
+
+    def drop(self, request: Request) -> None:
+        pass
+
+    def recover(self) -> None:
+        pass
 
 
 class Progress:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 from mlx_paged.holdings import Holding
@@ -13,18 +12,16 @@ from mlx_paged.options import Policy, PreemptionPolicy
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.command_bound import CommandBound
+from mlx_paged.scheduler.decoding import Decoding, MakeDecoding
 from mlx_paged.scheduler.levels import Levels
 from mlx_paged.scheduler.places import Places
-from mlx_paged.scheduler.progress import Planning
-from mlx_paged.scheduler.proposals import MakeProposals, NoProposals, Proposals
+from mlx_paged.scheduler.progress import OneToken, Planning
 from mlx_paged.scheduler.step import Span, Step, StepReport
 from mlx_paged.scheduler.tier import NoTier, Tier
 from mlx_paged.scheduler.turns import Turn, is_overtaken
 
 REGAIN = 1 / 64
 """By how much a step raises the number of requests that may run, after the device has failed."""
-
-ID, NUM_COMPUTED, SAMPLES = map(attrgetter, ("id", "num_computed", "samples"))
 
 PredictSeconds = Callable[[int, int], float]  # of a prompt's tokens ``[start, stop)``
 
@@ -46,8 +43,8 @@ class Scheduler(Places):
         *,
         # Predicted seconds of a step with running streams at most; None: no such bound.
         max_stall: float | None = None,
-        # Makes what guesses tokens that decodes compute ahead where that pays; None: nothing does.
-        make_proposals: MakeProposals | None = None,
+        # Makes the way to decode; None: each step gives a request one token.
+        make_decoding: MakeDecoding | None = None,
         few_sizes: bool = False,  # whether chunks are rounded: few numbers of rows occur
         # Prompt tokens of a step at most if no other request runs or waits; 0: `prefill_chunk`.
         alone_chunk: int = 0,
@@ -72,12 +69,12 @@ class Scheduler(Places):
             scores=scores,
         )
         self.has_tier = open_tier is not None and self.prefix_cache
-        learns = make_proposals is not None or self.has_tier
+        learns = make_decoding is not None or self.has_tier
         self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes, bound)
         self._alone_chunk = alone_chunk
-        self.proposals: Proposals = NoProposals()
-        if make_proposals is not None:
-            self.proposals = make_proposals(allocator, self.budget)
+        self.decoding: Decoding = OneToken(allocator)
+        if make_decoding is not None:
+            self.decoding = make_decoding(allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
         self.tier: Tier = NoTier()
         if open_tier is not None and self.has_tier:  # last: an open tier is locked
@@ -124,7 +121,7 @@ class Scheduler(Places):
             stores=list(self.tier.leaving.values()),
             released=self.allocator.take_released() if self.allocator.states.released else [],
             rested=self.allocator.take_rested() if self.allocator.states.rested else [],
-            is_read_first=self.proposals.reads_first or bool(planning.loads),
+            is_read_first=self.decoding.reads_first or bool(planning.loads),
             is_held_back=self.progress.num_under_way > 0 and planning.work.chunk_tokens > 0,
         )
         self.progress.plan(step)
@@ -134,7 +131,7 @@ class Scheduler(Places):
         """Remove a request. Its blocks are freed, which caches them, or stay parked. Unless
         `is_continued`, no prompt is expected to continue it: its last state goes."""
         self._isolated.pop(request.id, None)
-        self.proposals.drop(request)
+        self.decoding.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
         self.waiting.ended(request)
@@ -169,12 +166,12 @@ class Scheduler(Places):
         report.blocks_in_use = store.blocks_in_use
 
     def settle(self, report: StepReport) -> None:
-        """Correct the progress of a step's requests by the tokens that were chosen: guesses that
-        were wrong leave the report. Learn from the step's time."""
+        """Correct the progress of a step's requests by the tokens that were chosen: those that do
+        not count leave the report. Learn from the step's time."""
         step = report.step
         self.progress.settle(report)
-        if self.proposals.exist:
-            self.proposals.learn(report)
+        if self.decoding.gives_several:
+            self.decoding.learn(report)
         for choice in report.choices if self._isolated else ():
             if choice.error is None:
                 self.clear(choice.request)
@@ -218,7 +215,7 @@ class Scheduler(Places):
         while self.parked:
             self._evict_parked()
         self.allocator.forget_prefixes()
-        self.proposals.recover()
+        self.decoding.recover()
         self.progress.lose([*self.waiting, *failed])
         for request in failed:
             request.error = None  # of the failed step; the caller does not know it
@@ -276,7 +273,7 @@ class Scheduler(Places):
     @property
     def gives_several(self) -> bool:
         """Whether a step may give a request several tokens."""
-        return self.proposals.exist
+        return self.decoding.gives_several
 
     def tier_metrics(self) -> dict[str, Any] | None:
         """The counters of the tier as plain JSON values; None if there is no tier."""
@@ -302,7 +299,7 @@ class Scheduler(Places):
             cow_clones=store.cow_clones,
             evictions=store.evictions,
             prefix_hit_tokens=allocator.prefix_hit_tokens,
-            reported=self.proposals.reported,
+            reported=self.decoding.reported,
         )
 
     def ahead_of(self, keys: Sequence[int], salt: bytes) -> tuple[int, int]:
@@ -321,9 +318,9 @@ class Scheduler(Places):
             self._leave_running(request)
         if self.waiting.ids and self._take_places(planning):
             decodes, planning.prompts, _ = _sort_by_pending(self.running.values())
-        if self.proposals.exist:
-            decodes = self.proposals.schedule(planning, decodes)
-        self._schedule_decodes(planning, decodes)
+        for request in self.decoding.schedule(planning, decodes):
+            if request.id in self.running:  # not preempted by an earlier one
+                self._schedule(planning, request, 1)
         if planning.prompts or self.waiting.ids:
             self._schedule_prompts(planning)
 
@@ -339,20 +336,6 @@ class Scheduler(Places):
                 break
             prompts.append(request)
         return len(prompts) > len(planning.prompts) or self.num_preemptions > num_preemptions
-
-    def _schedule_decodes(self, planning: Planning, decodes: list[Request]) -> None:
-        """Compute the last token of each request, together unless one forks or blocks are short."""
-        if not any(map(SAMPLES, decodes)):
-            positions = list(map(NUM_COMPUTED, decodes))
-            try:
-                copies, moves = self.allocator.append_each(list(map(ID, decodes)), positions)
-                planning.copies += copies
-                return planning.add_decodes(decodes, positions, moves)
-            except OutOfBlocksError:
-                pass  # the loop below makes room
-        for request in decodes:
-            if request.id in self.running:  # not preempted by an earlier one
-                self._schedule(planning, request, 1)
 
     def _schedule_prompts(self, planning: Planning) -> None:
         """Compute tokens that constraints demand, chunks of running prompts, then waiting ones."""

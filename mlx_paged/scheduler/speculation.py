@@ -10,7 +10,7 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.cost_model import TOKENS_GROWTH
-from mlx_paged.scheduler.progress import Planning
+from mlx_paged.scheduler.progress import OneToken, Planning
 from mlx_paged.scheduler.step import Span, StepReport, StepWork
 
 MIN_GAIN = 1.03  # tokens per second that drafts must promise, relative to a step without drafts
@@ -65,7 +65,7 @@ class Speculation:
     its accepted tokens again.
 
     Attributes:
-        exist: True, see :class:`Proposals`.
+        gives_several: True, see :class:`Decoding`.
         drafters: make the guesses.
         reads_first: whether the next step will have drafts. Then the step under way must be read
             before the next step is scheduled.
@@ -74,7 +74,7 @@ class Speculation:
         by_depth: for each depth the drafts that were computed, and those that were right.
     """
 
-    exist = True
+    gives_several = True
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Speculation:
         self._predicted: _Plain | None = None  # of this step, until its depths are known
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
+        self._without = OneToken(allocator)  # of requests that get no drafts
         self._budget = budget
 
     @property
@@ -103,8 +104,11 @@ class Speculation:
         }
 
     def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
-        """Add spans with drafts for some of the requests that compute one token; return the others.
-        Drafts take no block that a decode needs."""
+        """Plan decodes, some with drafts. Drafts take no block that another decode needs."""
+        return self._without.schedule(planning, self._schedule_drafts(planning, decodes))
+
+    def _schedule_drafts(self, planning: Planning, decodes: list[Request]) -> list[Request]:
+        """Add spans with drafts for some requests; return the others."""
         self._budget.pauses = self._rest > 0
         if self._rest:
             self._rest -= 1

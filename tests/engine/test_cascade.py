@@ -29,10 +29,10 @@ def make_engine(model, **options) -> Engine:
     usual = {"block_size": 16, "num_blocks": 320, "prefill_chunk": 256, "max_running": 6}
     engine = Engine(model, **(usual | options))
     scheduler = engine.scheduler
-    if scheduler.proposals.exist:  # guesses of which most are right, however fast it is
+    if scheduler.decoding.gives_several:  # guesses of which most are right, however fast it is
         drafter = InjectedDrafter(Random(1), MlxLmSolo(model, VOCAB), 0.7)
-        scheduler.proposals = Speculation([drafter], scheduler.allocator, scheduler.budget)
-        take_every_guess(scheduler.proposals)
+        scheduler.decoding = Speculation([drafter], scheduler.allocator, scheduler.budget)
+        take_every_guess(scheduler.decoding)
     return engine
 
 

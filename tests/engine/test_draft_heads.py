@@ -42,8 +42,8 @@ class Watched:
         self.table = np.array(target.model.embed_tokens.weight, np.float64)
         options = {"block_size": 4, "num_blocks": 99, "prefill_chunk": 7} | options
         self.engine = Engine(target, draft_head=str(folder), **options)
-        take_every_guess(self.engine.scheduler.proposals)
-        self.drafter = self.engine.scheduler.proposals.drafters[0]
+        take_every_guess(self.engine.scheduler.decoding)
+        self.drafter = self.engine.scheduler.decoding.drafters[0]
         self.origins: list[dict[int, int]] = []
         self.computed: list[int] = []
         self._propose, self.drafter.propose = self.drafter.propose, self.propose
@@ -113,13 +113,13 @@ def test_a_hit_that_lacks_the_head_s_keys_begins_the_head_s_attention_there(tmp_
 
 def test_tokens_decoded_without_drafts_are_read_later(tmp_path):
     watched = Watched(tmp_path)
-    proposals = watched.engine.scheduler.proposals
-    whole, proposals._depths = proposals._depths, lambda likely: {}
+    speculation = watched.engine.scheduler.decoding
+    whole, speculation._depths = speculation._depths, lambda likely: {}
     request_id = watched.engine.add_request(prompt(11), max_tokens=30)
     for _ in range(12):
         watched.engine.step()
     assert not watched.origins
-    proposals._depths = whole
+    speculation._depths = whole
     while watched.engine.has_work:
         watched.engine.step()
     assert watched.origins[0] == {request_id: 0} and watched.computed[0] > 15
@@ -178,7 +178,7 @@ def test_requests_get_the_room_that_the_head_s_keys_leave(tmp_path):
     with pytest.raises(ValueError, match="blocks"):
         headed.add_request(too_long, max_tokens=1)
     assert len(plain.generate([too_long], max_tokens=1)[0].tokens) == 1
-    take_every_guess(headed.scheduler.proposals)
+    take_every_guess(headed.scheduler.decoding)
     (done,) = headed.generate([prompt(rooms[1] - 8)], max_tokens=8, ignore_eos=True)
     assert len(done.tokens) == 8
     assert sum(each.pool.nbytes for each in headed._models.both) <= 60_000
@@ -187,9 +187,9 @@ def test_requests_get_the_room_that_the_head_s_keys_leave(tmp_path):
 def test_n_grams_and_a_head_draft_beside_each_other(tmp_path):
     """Guesses of n-grams replace those of the head where the text repeats itself."""
     watched = Watched(tmp_path, speculate="ngram", num_draft_tokens=2)
-    proposals = watched.engine.scheduler.proposals
-    proposals._plain = lambda decodes: (StepWork(len(decodes), 0), 0.01, 0.0001)
-    ngrams = proposals.drafters[1]
+    speculation = watched.engine.scheduler.decoding
+    speculation._plain = lambda decodes: (StepWork(len(decodes), 0), 0.01, 0.0001)
+    ngrams = speculation.drafters[1]
     of_ngrams, propose = list[int](), ngrams.propose
     ngrams.propose = lambda *given: of_ngrams.append(1) or propose(*given)
     asked = [prompt(9), [*prompt(6, 1), *prompt(6, 1)], prompt(12, 2)]
@@ -198,7 +198,7 @@ def test_n_grams_and_a_head_draft_beside_each_other(tmp_path):
     plain = Engine(watched.target, num_blocks=99).generate(asked, params)
     assert [each.tokens for each in done] == [each.tokens for each in plain]
     assert of_ngrams and watched.origins, "both guess"
-    assert len(proposals.by_depth) == ngrams.num_tokens > 2
+    assert len(speculation.by_depth) == ngrams.num_tokens > 2
 
 
 def test_what_a_prompt_takes_is_no_cost_of_a_draft(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_states_that_wait_for_a_head_are_in_the_ledger_and_in_the_budget(tmp_pat
     taken = sum(each.budget.pool for each in both) - sum(each.pool.nbytes for each in both)
     assert taken == rows
     assert memory_in_use() - in_use > rows
-    engine.scheduler.proposals._depths = lambda likely: {}
+    engine.scheduler.decoding._depths = lambda likely: {}
     engine.add_request(prompt(30), max_tokens=9)
     while engine.has_work:
         engine.step()

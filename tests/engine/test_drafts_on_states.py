@@ -35,7 +35,7 @@ def engine_with(model, share: float, **options: object) -> Engine:
     engine = Engine(model, **options)
     drafter, scheduler = InjectedDrafter(random.Random(1), MlxLmSolo(model, VOCAB), share), None
     scheduler = engine.scheduler
-    scheduler.proposals = Speculation([drafter], scheduler.allocator, scheduler.budget)
+    scheduler.decoding = Speculation([drafter], scheduler.allocator, scheduler.budget)
     return engine
 
 
@@ -183,7 +183,7 @@ def test_a_draft_model_may_be_recurrent(pair):
     engine = Engine(model, draft_model=draft_model, num_draft_tokens=4, **options)
     done = engine.generate(prompts(5), drawn(5))
     check_alone(model, prompts(5), drawn(5), done)
-    drafter = engine.scheduler.proposals.drafters[0]
+    drafter = engine.scheduler.decoding.drafters[0]
     assert engine.stats.drafts > 20 and engine.stats.faults == 0
     if pair[0] == pair[1]:
         assert engine.stats.accepted_drafts > 0.95 * engine.stats.drafts

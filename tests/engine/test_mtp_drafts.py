@@ -12,10 +12,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_paged import Engine, SamplingParams, demo_model_path
-from mlx_paged.engine import models
 from mlx_paged.generate import __main__ as command
 from mlx_paged.heads.mtp_files import extract
 from mlx_paged.heads.opening import open_head
+from mlx_paged.runner import drafting
 from tests.support.models.architectures import VOCAB, build
 from tests.support.models.mtp_checkpoints import (
     HEADS,
@@ -58,8 +58,8 @@ class Watched:
             model_type, text_config(config), head_tensors(config), np.array(self.inner.norm.weight)
         )
         self.engine = Engine(self.target, draft_head=str(path), **OPTIONS)
-        take_every_guess(self.engine.scheduler.proposals)
-        drafter = self.engine.scheduler.proposals.drafters[0]
+        take_every_guess(self.engine.scheduler.decoding)
+        drafter = self.engine.scheduler.decoding.drafters[0]
         self.drafter, self._propose, drafter.propose = drafter, drafter.propose, self.propose
         self.compared = 0
 
@@ -104,7 +104,7 @@ def test_a_file_of_extract_drafts_as_the_checkpoint_does(tmp_path):
     drafts = []
     for head in (folder, tmp_path / "model" / "head.safetensors", tmp_path / "model"):
         engine = Engine(target, draft_head=head, **OPTIONS)
-        take_every_guess(engine.scheduler.proposals)
+        take_every_guess(engine.scheduler.decoding)
         (done,) = engine.generate([prompt(9)], SamplingParams(max_tokens=10))
         drafts.append((done.tokens, done.drafts, done.accepted_drafts))
     assert drafts[0] == drafts[1] == drafts[2] and drafts[0][1] > 5
@@ -121,7 +121,7 @@ def test_auto_is_the_head_of_the_models_checkpoint(tmp_path, capsys, monkeypatch
     for file in demo.glob("token*"):
         shutil.copy(file, tmp_path)
     opened: list[Path] = []
-    monkeypatch.setattr(models, "open_head", lambda *of: opened.append(of[0]) or open_head(*of))
+    monkeypatch.setattr(drafting, "open_head", lambda *of: opened.append(of[0]) or open_head(*of))
     texts = []
     for flags in ([], ["--draft-head", "auto"]):
         asked = ["--model", str(tmp_path), "-p", "def f", "--max-tokens", "16", *flags]

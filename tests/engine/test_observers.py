@@ -56,7 +56,7 @@ def test_wrong_drafts_leave_the_report():
     kept, computed = [], []
     engine.observers.settled.append(lambda each: kept.append(len(each.report.choices)))
     engine.observers.settled.append(lambda each: computed.append(len(each.requests)))
-    speculation = engine.scheduler.proposals
+    speculation = engine.scheduler.decoding
     speculation._depths = lambda likely: {request: 3 for request, p in likely.items() if p}
     run(engine, max_tokens=40)
     wrong = speculation.num_drafted - speculation.num_right

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine
-from mlx_paged.engine.models import DRAFTERS
 from mlx_paged.generate.flags import make_parser as make_generate_parser
 from mlx_paged.loading import engine_options
 from mlx_paged.option_kinds import Choice, Kind, Name, OnOff, Path
 from mlx_paged.options import DEFAULTS, GUESSERS, OPTIONS, EngineConfig, PoolConfig
+from mlx_paged.runner.drafting import DRAFTERS
 from mlx_paged.server.flags import make_parser as make_server_parser
 from mlx_paged.terminal.flags import make_parser as make_chat_parser
 from scripts.option_table import ARGUMENTS, MODULE, PAGE, TABLE, arguments, table

@@ -30,9 +30,9 @@ class Sizes:
     """Changes the pool's size before every second step, to one of these in turn."""
 
     def __init__(self, engine: Engine, sizes: tuple[int, ...]) -> None:
-        runner, beside = engine._models.pooled.runner, engine._models.beside
+        runner, follow = engine._models.pooled.runner, engine._models.follow
         unended = engine._requests.values
-        self.size = PoolSize(engine.scheduler, runner, engine.stats, unended, beside)
+        self.size = PoolSize(engine.scheduler, runner, engine.stats, unended, follow)
         self.engine, self.sizes, self.calls = engine, sizes, 0
         self.found: list[int] = []
         self.is_whole = True
@@ -81,7 +81,7 @@ def test_a_draft_models_pool_follows():
     for _ in range(2):
         done = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
         assert [completion.tokens for completion in done] == expected
-    drafter = engine._models.drafters[0]
+    drafter = engine.scheduler.decoding.drafters[0]
     assert drafter.pooled.pool.num_blocks == sizes.size.now
     drafter.pooled.check_integrity()
     assert engine.stats.drafts > 0

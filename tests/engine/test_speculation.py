@@ -9,8 +9,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.engine.models import DRAFTERS
 from mlx_paged.runner.compiled_decode import CompiledDecode
+from mlx_paged.runner.drafting import DRAFTERS
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.tiny_models import VOCAB, tiny_model
 from tests.support.simulation.injected_drafts import InjectedDrafter
@@ -29,7 +29,7 @@ def engine_with(model, share: float, **options: object) -> Engine:
     engine = Engine(model, speculate="ngram", **options)
     drafter = InjectedDrafter(random.Random(1), MlxLmSolo(model, VOCAB), share)
     scheduler = engine.scheduler
-    scheduler.proposals = Speculation([drafter], scheduler.allocator, scheduler.budget)
+    scheduler.decoding = Speculation([drafter], scheduler.allocator, scheduler.budget)
     return engine
 
 
@@ -88,7 +88,7 @@ def test_penalties_see_the_accepted_tokens_before_each_draft(penalty):
             )
             return [int(token) for token, _ in steps], []
 
-    drafter = engine.scheduler.proposals.drafters[0]
+    drafter = engine.scheduler.decoding.drafters[0]
     drafter._model, drafter.share = Plain(), 0.7
     done = engine.generate(prompts(4), SamplingParams(max_tokens=25, **penalty))
     for prompt, completion in zip(prompts(4), done, strict=True):
@@ -118,7 +118,7 @@ def test_wrong_drafts_leave_no_penalty():
             first = start if self.is_right else start + 2  # wrong ones are those to come
             return right[first : first + min(2, depth)]
 
-    engine.scheduler.proposals.drafters[0] = Alternating(random.Random(2), MlxLmSolo(model, VOCAB))
+    engine.scheduler.decoding.drafters[0] = Alternating(random.Random(2), MlxLmSolo(model, VOCAB))
     (completion,) = engine.generate(prompts(1), params)
     assert completion.tokens == right
     assert completion.drafts > 30 and completion.accepted_drafts > 12
@@ -152,7 +152,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(options):
             return right[tuple(prompt)], []
 
     engine = engine_with(model, 0.7)
-    engine.scheduler.proposals.drafters[0]._model = Known()
+    engine.scheduler.decoding.drafters[0]._model = Known()
     done = engine.generate(prompts(4), params)
     for ours, theirs in zip(done, plain, strict=True):
         assert ours.tokens == theirs.tokens
@@ -208,7 +208,7 @@ def test_a_fork_of_a_request_that_ended_amid_right_drafts_computes_its_own_token
         engine = engine_with(model, 1.0)
         options = {"max_tokens": 20, "stop_token_ids": [tokens[stop]]}
         parent = engine.add_request(prompt, keep=True, **options)
-        engine.scheduler.proposals.drafters[0]._right[parent] = tokens
+        engine.scheduler.decoding.drafters[0]._right[parent] = tokens
         while engine.has_work:
             engine.step()
         kept = engine.scheduler.parked[parent]
@@ -267,7 +267,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperatur
     check_alone(model, prompts(5), params, done)
     drafted, accepted = engine.stats.drafts, engine.stats.accepted_drafts
     assert drafted > 20 and accepted > 0.95 * drafted
-    draft_model = engine.scheduler.proposals.drafters[0]
+    draft_model = engine.scheduler.decoding.drafters[0]
     assert not draft_model._drafted and draft_model._allocator.store.blocks_in_use == 0
     draft_model._allocator.check_integrity()
 
@@ -283,7 +283,7 @@ def test_another_model_costs_steps_but_changes_no_token(num_blocks):
     check_alone(model, asked, params, done)
     assert engine.stats.drafts > 10
     assert (engine.stats.preemptions > 0) == (num_blocks == 24)
-    engine.scheduler.proposals.drafters[0]._allocator.check_integrity()
+    engine.scheduler.decoding.drafters[0]._allocator.check_integrity()
 
 
 def test_a_draft_model_shares_prefixes_in_its_own_pool():
@@ -293,14 +293,14 @@ def test_a_draft_model_shares_prefixes_in_its_own_pool():
     for _ in range(2):
         (completion,) = engine.generate([prompt], SamplingParams(max_tokens=12))
         assert completion.accepted_drafts > 4
-    assert engine.scheduler.proposals.drafters[0]._allocator.prefix_hit_tokens >= len(prompt) - 4
+    assert engine.scheduler.decoding.drafters[0]._allocator.prefix_hit_tokens >= len(prompt) - 4
 
 
 def test_a_trace_is_no_part_of_what_a_draft_takes(monkeypatch):
     """Else a first draft that traces a graph may cost so much that no other draft is made."""
     model, now = tiny_model("llama"), [0.0]
     engine = drafted_by(model, model, compile=True, prewarm=False)
-    draft_model, traced = engine.scheduler.proposals.drafters[0], CompiledDecode._traced
+    draft_model, traced = engine.scheduler.decoding.drafters[0], CompiledDecode._traced
 
     def slow(self, *arrays):
         now[0] += 1.0
@@ -316,7 +316,7 @@ def test_a_trace_is_no_part_of_what_a_draft_takes(monkeypatch):
 def test_a_draft_model_that_fails_ends_no_request(caplog):
     model = tiny_model("llama")
     engine = drafted_by(model, model)
-    runner = engine.scheduler.proposals.drafters[0].pooled.runner
+    runner = engine.scheduler.decoding.drafters[0].pooled.runner
     runner.launch = lambda step, before: 1 / 0
     (completion,) = engine.generate(prompts(1), completion_params(20))
     expected = solo_run(MlxLmSolo(model, VOCAB), prompts(1)[0], completion_params(20), 0, b"")
@@ -330,7 +330,7 @@ def test_a_draft_model_that_fails_later_ends_no_request(model_type, part, caplog
     """What was planned of its sequences in the step that failed was not computed."""
     model = tiny_model("llama")
     engine = drafted_by(tiny_model(model_type), model)
-    runner, calls = engine.scheduler.proposals.drafters[0].pooled.runner, []
+    runner, calls = engine.scheduler.decoding.drafters[0].pooled.runner, []
     compute = getattr(runner, part)
 
     def failing(*args):
@@ -344,7 +344,7 @@ def test_a_draft_model_that_fails_later_ends_no_request(model_type, part, caplog
     done = engine.generate(prompts(3), params)
     check_alone(model, prompts(3), params, done)
     assert "what drafts failed" in caplog.text
-    engine.scheduler.proposals.drafters[0].pooled.check_integrity()
+    engine.scheduler.decoding.drafters[0].pooled.check_integrity()
 
 
 def test_after_a_fault_the_draft_model_starts_again(monkeypatch):
@@ -372,7 +372,7 @@ def test_the_memory_is_divided_by_what_a_token_takes():
     alone = Engine(model, block_size=4, kv_memory=10**6)
     both = Engine(model, block_size=4, kv_memory=10**6, draft_model=model)
     blocks, others = alone.manager.allocator.num_blocks, both.manager.allocator.num_blocks
-    drafting = both.scheduler.proposals.drafters[0]._allocator.num_blocks
+    drafting = both.scheduler.decoding.drafters[0]._allocator.num_blocks
     assert others == drafting and 2 * others <= blocks <= 2 * others + 1
 
 

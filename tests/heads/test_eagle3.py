@@ -55,8 +55,8 @@ def compared(folder: Path, target, reference: Eagle3Reference, ids: tuple[int, .
     are those without drafts."""
     engine = Engine(target, draft_head=str(folder), block_size=4, num_blocks=99, prefill_chunk=7)
     table = np.array(target.model.embed_tokens.weight, np.float64)
-    drafter, num_seen = engine.scheduler.proposals.drafters[0], 0
-    take_every_guess(engine.scheduler.proposals)
+    drafter, num_seen = engine.scheduler.decoding.drafters[0], 0
+    take_every_guess(engine.scheduler.decoding)
     propose = drafter.propose
 
     def checked(requests, depths):

@@ -348,7 +348,7 @@ def test_options_and_environment_turn_it_off(monkeypatch):
         for wanted in (True, False):
             engine = Engine(model, **sizes, cpu_linear=wanted, draft_model=tiny_model("llama"))
             assert uses(engine) is wanted
-            assert uses(engine.scheduler.proposals.drafters[0].pooled) is wanted
+            assert uses(engine.scheduler.decoding.drafters[0].pooled) is wanted
     for flags, option in (([], None), (["--no-cpu-linear"], False), (["--cpu-linear"], True)):
         assert server_flags.engine_options(server_flags.parse(flags))["cpu_linear"] is option
 

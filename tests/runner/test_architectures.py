@@ -215,9 +215,9 @@ def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
     right = {len(prompt): completion.tokens for prompt, completion in plain}
     engine = served.engine(speculate="ngram")
     is_taken = TABLE[served.name][5] == "yes"
-    assert (engine.scheduler.proposals.exist) == is_taken
+    assert (engine.scheduler.decoding.gives_several) == is_taken
     if is_taken:
-        engine.scheduler.proposals.drafters[0] = HalfRight(right)
+        engine.scheduler.decoding.drafters[0] = HalfRight(right)
         for prompt, completion in run(engine, {0: [MIDDLE], 2: [SHORT, LONG]}):
             assert_greedy(served, prompt, completion)
         assert engine.stats.drafts > engine.stats.accepted_drafts > 1

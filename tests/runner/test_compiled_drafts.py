@@ -54,7 +54,7 @@ def test_drafts_are_rows_of_a_compiled_step(monkeypatch, caplog, name):
     found = []
     for flag in (True, False):
         engine = Engine(build(name), **SMALL, compile=flag, speculate="ngram")
-        engine.scheduler.proposals.drafters[0] = HalfRight(right)
+        engine.scheduler.decoding.drafters[0] = HalfRight(right)
         found.append((completed(engine, given), stored(engine)))
         assert [tokens for tokens, _ in found[-1][0]] == [tokens for tokens, _ in plain]
         assert engine.stats.drafts > engine.stats.accepted_drafts > 5
@@ -89,7 +89,7 @@ def test_a_request_may_be_proposed_for_again_without_a_new_token():
     request = engine.request(engine.add_request("class Stack:", max_tokens=30))
     for _ in range(4):
         engine.step()
-    drafter = engine.scheduler.proposals.drafters[0]
+    drafter = engine.scheduler.decoding.drafters[0]
     first = drafter.propose([request], [3])
     assert drafter.propose([request], [3]) == first and len(first[0]) == 3
     assert drafter.likelihood(request)[0] > 0

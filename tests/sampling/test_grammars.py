@@ -192,7 +192,7 @@ def test_drafts_are_masked_by_what_is_before_them(monkeypatch, share, temperatur
     solo, engine = structured_solo(), make_engine()
     scheduler = engine.scheduler
     drafter = InjectedDrafter(random.Random(1), solo, share)
-    scheduler.proposals = Speculation([drafter], scheduler.allocator, scheduler.budget)
+    scheduler.decoding = Speculation([drafter], scheduler.allocator, scheduler.budget)
     params = [
         SamplingParams(json_schema=schema, max_tokens=60, temperature=temperature, seed=seed)
         for seed, schema in enumerate(SCHEMAS * 3)

@@ -68,9 +68,7 @@ def scheduler_with(
 ) -> Scheduler:
     """A scheduler that knows its costs: a step takes 10 ms and as much more for each row."""
     allocator = BlockAllocator(num_blocks, 4, states=StateIds() if has_states else None)
-    scheduler = Scheduler(
-        allocator, 8, 64, make_proposals=partial(Speculation, drafters), **options
-    )
+    scheduler = Scheduler(allocator, 8, 64, make_decoding=partial(Speculation, drafters), **options)
     for rows in (1, 8, 64, 1, 8, 64):
         scheduler.budget.observe(StepWork(rows, 10 * rows), 0.010 + row_seconds * rows)
     return scheduler
@@ -128,8 +126,8 @@ def test_wrong_drafts_leave_one_token_and_no_block():
     assert finish(scheduler, step) == [0]
     assert scheduler.allocator.store.blocks_in_use == in_use == 2
     assert request.num_computed == 6 and scheduler.allocator.num_tokens(0) == 6
-    assert (request.reported["accepted_drafts"], scheduler.proposals.num_right) == (0, 0)
-    assert request.reported["drafts"] == scheduler.proposals.num_drafted > 3
+    assert (request.reported["accepted_drafts"], scheduler.decoding.num_right) == (0, 0)
+    assert request.reported["drafts"] == scheduler.decoding.num_drafted > 3
 
 
 def test_what_wrong_drafts_wrote_is_no_known_prefix():
@@ -149,7 +147,7 @@ def test_nothing_is_drafted_ahead_of_a_token_that_is_not_known():
     scheduler.allocator.make_writable(0, 5, 6)
     step = scheduler.schedule()
     assert [len(span.further) for span in step.spans] == [0]
-    assert scheduler.proposals.reads_first, "the next step may not be launched ahead"
+    assert scheduler.decoding.reads_first, "the next step may not be launched ahead"
 
 
 def test_drafts_that_cost_more_than_they_give_are_not_computed():
@@ -159,7 +157,7 @@ def test_drafts_that_cost_more_than_they_give_are_not_computed():
     assert 0 < len(cheap.spans[0].further) < 6
     dear = scheduler_with(Always(likelihood=0.3), row_seconds=0.005)
     started(dear, 5)
-    assert not dear.schedule().spans[0].further and not dear.proposals.reads_first
+    assert not dear.schedule().spans[0].further and not dear.decoding.reads_first
     none = scheduler_with(hopeless)
     started(none, 5)
     assert not none.schedule().spans[0].further
@@ -220,7 +218,7 @@ def test_the_first_drafts_are_few_and_then_no_more_than_twice_as_many_rows():
         BlockAllocator(100, 4),
         8,
         64,
-        make_proposals=partial(Speculation, [Always(likelihood=0.99)]),
+        make_decoding=partial(Speculation, [Always(likelihood=0.99)]),
     )
     started(scheduler, 5, 5)
     rows = []
@@ -257,7 +255,7 @@ def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: floa
     rng = random.Random(7)
     right: dict[int, list[int]] = {}
     source = None if drafter is None else partial(Speculation, [drafter])
-    scheduler = Scheduler(BlockAllocator(2000, 16), 16, 512, make_proposals=source)
+    scheduler = Scheduler(BlockAllocator(2000, 16), 16, 512, make_decoding=source)
     for i in range(32):
         text = [rng.randrange(10**6) for _ in range(320)]
         edited = [t if rng.random() > 1 / 16 else rng.randrange(10**6) for t in text]
@@ -362,7 +360,7 @@ def test_tokens_to_compute_again_are_part_of_what_a_draft_costs():
         drafter = Always(likelihood=0.6)
         scheduler = scheduler_with(drafter, row_seconds=0.0016, has_states=not rewinds)
         (request,) = started(scheduler, 6)
-        depths[rewinds] = scheduler.proposals._depths({request: (0.6,)}).get(request, 0)
+        depths[rewinds] = scheduler.decoding._depths({request: (0.6,)}).get(request, 0)
     assert 0 < depths[False] < depths[True]
 
 
@@ -426,7 +424,7 @@ def test_requests_of_a_step_have_drafts_of_their_own_drafter(seconds):
     drafts = {span.request.id: span.further for span in scheduler.schedule().spans}
     assert drafts[0] == (OWN,) * 3
     assert {*drafts[1]} == {OTHER} and len(drafts[1]) > 3
-    assert len(scheduler.proposals.by_depth) == MAX_DRAFTS
+    assert len(scheduler.decoding.by_depth) == MAX_DRAFTS
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(0.0, 3), (0.001, 3), (0.004, 2), (0.012, 0)])
@@ -451,8 +449,8 @@ def test_a_step_is_predicted_once_for_all_drafters():
     """And anew for each step, whose requests may be others."""
     scheduler = scheduler_with(Priced(OWN, 0.6, 0.0), Priced(OTHER, 0.9, 0.0))
     started(scheduler, 5, 9)
-    predicted, plain = [], scheduler.proposals._plain
-    scheduler.proposals._plain = lambda decodes: predicted.append(len(decodes)) or plain(decodes)
+    predicted, plain = [], scheduler.decoding._plain
+    scheduler.decoding._plain = lambda decodes: predicted.append(len(decodes)) or plain(decodes)
     for num_running in (2, 2, 1):
         step = scheduler.schedule()
         assert len(step.spans) == num_running and any(span.further for span in step.spans)

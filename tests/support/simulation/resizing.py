@@ -18,9 +18,9 @@ class RandomSizes:
     def __init__(self, simulation: Any, rng: random.Random) -> None:
         self._simulation, self._rng = simulation, rng
         engine = simulation.engine
-        beside = [] if not hasattr(engine, "_models") else engine._models.beside
+        follows = {"follow": engine._models.follow} if hasattr(engine, "_models") else {}
         self.size = PoolSize(
-            engine.scheduler, engine.runner, engine.stats, engine._requests.values, beside
+            engine.scheduler, engine.runner, engine.stats, engine._requests.values, **follows
         )
         self._is_due = False
         self._counts: Counter[str] = simulation.counts

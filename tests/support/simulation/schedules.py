@@ -143,15 +143,15 @@ class Features:
         drafter = _drafter_for(solo, name)
         others: list[NgramDrafter] = []
         if self.heads:
-            head, rng_of_drafts = scheduler.proposals.drafters[0], random.Random(f"{name}:heads")
+            head, rng_of_drafts = scheduler.decoding.drafters[0], random.Random(f"{name}:heads")
             drafter = HeadWithRightDrafts(rng_of_drafts, solo, 0.5, head)
             others = [NgramDrafter()] if rng_of_drafts.random() < 0.5 else []
         if drafter is not None:
             drafter.never = runner.bad
             drafters = [drafter, *others]
-            scheduler.proposals = Speculation(drafters, scheduler.allocator, scheduler.budget)
+            scheduler.decoding = Speculation(drafters, scheduler.allocator, scheduler.budget)
             if self.is_real or self.all_guesses or setting.max_stall is None:
-                take_every_guess(scheduler.proposals)
+                take_every_guess(scheduler.decoding)
         source = structured_calls if self.is_real else hash_model
         constraints = source.CONSTRAINTS if self.grammars else ()
         watch = TurnWatch(random.Random(f"{name}:turns"))

@@ -130,9 +130,9 @@ class Simulation:
         self.counts["windowed"] = len(self.setting.groups) > 1
         self.counts["recurrent"] = self.setting.recurrent
         self.counts["compiled"] = getattr(self.runner.inner, "compiled", None) is not None
-        if scheduler.proposals.exist:
-            self.counts["drafts"] = scheduler.proposals.num_drafted
-            self.counts["accepted_drafts"] = scheduler.proposals.num_right
+        if scheduler.decoding.gives_several:
+            self.counts["drafts"] = scheduler.decoding.num_drafted
+            self.counts["accepted_drafts"] = scheduler.decoding.num_right
         return self.counts
 
     # What callers do
@@ -306,7 +306,7 @@ class Simulation:
         self.counts["violations"] += len(violations)
         assert not violations, violations[0]
         ids = [output.request_id for output in outputs if output.token is not None]
-        several = self.calls.constraints or self.engine.scheduler.proposals.exist
+        several = self.calls.constraints or self.engine.scheduler.decoding.gives_several
         assert several or len(set(ids)) == len(ids), "two tokens of one request in a step"
         for output in outputs:
             ticket = self.tickets[output.request_id]

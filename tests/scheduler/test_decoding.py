@@ -1,4 +1,4 @@
-"""A source of proposals that is added without a change of the package."""
+"""A way to decode that is added without a change of the package."""
 
 import pytest
 
@@ -6,8 +6,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.budget import ChunkBudget
-from mlx_paged.scheduler.progress import Planning, append_token
-from mlx_paged.scheduler.proposals import NoProposals
+from mlx_paged.scheduler.progress import OneToken, Planning, append_token
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import SampledToken, Span, StepReport
 
@@ -15,15 +14,15 @@ LAST = 40
 """The number of tokens of a whole answer."""
 
 
-class Repeats(NoProposals):
+class Repeats(OneToken):
     """Guesses that a request's newest token comes once more."""
 
-    exist = reads_first = True
+    gives_several = reads_first = True
 
     def __init__(self, allocator: BlockAllocator, budget: ChunkBudget) -> None:
+        super().__init__(allocator)
         self.num_computed = self.num_right = self.recovered = 0
         self.dropped: list[int] = []
-        self._allocator = allocator
 
     def schedule(self, planning: Planning, decodes: list[Request]) -> list[Request]:
         for request in decodes:
@@ -55,9 +54,9 @@ def token_at(position: int) -> int:
     return position // 3
 
 
-def answer(make_proposals: type[Repeats] | None) -> tuple[Request, Scheduler, int]:
+def answer(make_decoding: type[Repeats] | None) -> tuple[Request, Scheduler, int]:
     """A request that has ended, its scheduler, and the number of steps."""
-    scheduler = Scheduler(BlockAllocator(100, 4), 8, 64, make_proposals=make_proposals)
+    scheduler = Scheduler(BlockAllocator(100, 4), 8, 64, make_decoding=make_decoding)
     request = Request(0, [0, 0, 0, 1], SamplingParams(max_tokens=LAST), seed=0)
     scheduler.add(request)
     steps = 0
@@ -77,15 +76,15 @@ def answer(make_proposals: type[Repeats] | None) -> tuple[Request, Scheduler, in
     return request, scheduler, steps
 
 
-@pytest.mark.parametrize("make_proposals", [None, Repeats])
-def test_a_source_changes_no_token(make_proposals):
-    request, _, _ = answer(make_proposals)
+@pytest.mark.parametrize("make_decoding", [None, Repeats])
+def test_a_way_to_decode_changes_no_token(make_decoding):
+    request, _, _ = answer(make_decoding)
     assert request.tokens == [token_at(position) for position in range(4 + LAST)]
 
 
-def test_a_source_is_asked_told_and_counted():
+def test_a_way_to_decode_is_asked_told_and_counted():
     request, scheduler, steps = answer(Repeats)
-    source = scheduler.proposals
+    source = scheduler.decoding
     assert steps < LAST - 5 and source.dropped == [request.id]
     assert source.num_computed == request.reported["drafts"] > 20
     assert source.num_right == request.reported["accepted_drafts"] > 5
@@ -94,7 +93,7 @@ def test_a_source_is_asked_told_and_counted():
     assert source.recovered == 1
 
 
-def test_without_a_source_no_step_gives_several_tokens():
+def test_by_default_no_step_gives_several_tokens():
     _, scheduler, steps = answer(None)
     assert steps == LAST and not scheduler.gives_several
     assert scheduler.levels().reported == {}
