@@ -58,7 +58,7 @@ FEATURES = {
             *("runner/kept_states.py", "runner/drafting.py"),
         ),
         ("*draft*", "*speculat*", "*ngram*", "num_accepted", "*proposal*"),
-        at_home=("scheduler/progress.py", "heads"),
+        at_home=("scheduler/progress.py", "heads", "doctor/acceptance.py"),
     ),
     # Tokens after a request's own, for which the sampler has rows. Who guessed them it cannot know.
     "beyond": Feature(("sampling/penalties.py",), ("*beyond*",)),

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from mlx_paged.arguments import one_line
 from mlx_paged.cli import Parser
+from mlx_paged.doctor.acceptance import check_acceptance, check_acceptance_of
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.buffers import check_step
 from mlx_paged.doctor.common import check_common
@@ -27,6 +29,7 @@ from mlx_paged.doctor.speed import check_speed
 from mlx_paged.doctor.tokens import check_order, check_tokens
 from mlx_paged.doctor.variants import all_variants, common_variants
 from mlx_paged.interrupts import INTERRUPTED
+from mlx_paged.loading import engine_options, load_model
 
 CHECKS: dict[str, Check] = {
     "machine": check_machine,
@@ -35,6 +38,7 @@ CHECKS: dict[str, Check] = {
     "sources": check_sources,
     "products": check_products,
     "tokens": check_tokens,
+    "acceptance": check_acceptance,
     "order": check_order,
     "memory": check_memory,
     "speed": check_speed,
@@ -42,14 +46,17 @@ CHECKS: dict[str, Check] = {
 FIRST = {"machine", "common"}
 """What these find is shown when they end; the page comes when all have ended."""
 
-APART = {"machine", "common", "products", "tokens", "order", "memory", "speed"}
+APART = {"machine", "common", "products", "tokens", "acceptance", "order", "memory", "speed"}
 """On a GPU each of these has a process of its own; the kernels have one for each kind."""
 
 
 def run(parser: Parser, args: argparse.Namespace) -> int:
     """Run the checks. Returns 0 if all is right, 1 if something is not, 3 if nothing is wrong but a
     check was not finished, 130 after Ctrl-C."""
-    checks = _chosen(args.only)
+    try:
+        checks = _chosen(args.only) if args.model is None else {args.only: _of_model(args)}
+    except ValueError as error:
+        parser.error(one_line(error))
     if not checks:
         parser.error(unknown(args.only))
     results = list[Findings]()
@@ -96,6 +103,13 @@ def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:
     num_wrong = sum(found.num_wrong for found in results)
     report = {"ok": ok, "num_wrong": num_wrong, "quick": quick, "checks": findings}
     Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _of_model(args: argparse.Namespace) -> Check:
+    """The check :data:`OF_A_MODEL`. Raises ValueError if a model of the flags cannot be loaded."""
+    model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
+    options = engine_options(args)
+    return lambda found, quick: check_acceptance_of(found, quick, model, tokenizer, options)
 
 
 def _chosen(only: str | None) -> dict[str, Check]:

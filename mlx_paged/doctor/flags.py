@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlx_paged import cli
 from mlx_paged.arguments import did_you_mean, one_line
 from mlx_paged.cli import Parser
 
@@ -14,6 +15,7 @@ CHECKS = {
     "sources": "the Metal sources, compiled where there is Xcode",
     "products": "MLX's own products, attention and transforms against float64",
     "tokens": "tokens of the engine against mlx-lm's, on the demo model",
+    "acceptance": "guessed tokens that are right; tokens with them against mlx-lm's",
     "order": "reads and writes of a pool in a busy engine against a calm run",
     "memory": "memory before, during and after mixed steps, against the promised budget",
     "speed": "decode bandwidth and the host's time",
@@ -22,6 +24,9 @@ CHECKS = {
 
 STEP = "step"
 """A decode step with the command buffers of this process; the check `speed` has it run apart."""
+
+OF_A_MODEL = "acceptance"
+"""The check that takes a model and the flags of an engine."""
 
 KINDS = (
     *("decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"),
@@ -41,6 +46,8 @@ def make_parser() -> Parser:
     kinds = f"one kind of variants ({', '.join(KINDS)})"
     only = f"one check ({texts}), {kinds}, or one variant of a kernel as the page names it"
     parser.add_argument("--only", metavar="NAME", help=only)
+    group = f"a model and its engine, beside --only {OF_A_MODEL}"
+    cli.add_groups(parser, {group: (*cli.MODEL, *cli.engine_flags())})
     return parser
 
 
@@ -51,12 +58,28 @@ def parse(argv: Sequence[str] | None) -> tuple[Parser, Namespace]:
     args = parser.parse_args(argv)
     if args.only is not None and args.only not in (*CHECKS, *KINDS, STEP) and "-" not in args.only:
         parser.error(unknown(args.only))
+    try:
+        _check_model(parser, args)
+    except ValueError as error:
+        parser.error(one_line(error))
     if args.json is not None:
         try:
             Path(args.json).open("a", encoding="utf-8").close()
         except OSError as error:
             parser.error(f"argument --json: {one_line(error)}")
     return parser, args
+
+
+def _check_model(parser: Parser, args: Namespace) -> None:
+    """Raise ValueError if the flags of a model stand beside other checks, or do not fit."""
+    own = {"quick", "json", "only"}
+    given = [name for name, value in vars(args).items() if value != parser.get_default(name)]
+    given = [f"--{name.replace('_', '-')}" for name in given if name not in own]
+    if args.only != OF_A_MODEL and given:
+        raise ValueError(f"{given[0]} is given: expected --only {OF_A_MODEL} beside it")
+    if args.model is None and given:
+        raise ValueError(f"{given[0]} is given: expected --model beside it")
+    cli.check_flags(args)
 
 
 def unknown(name: str) -> str:

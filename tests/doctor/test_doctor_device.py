@@ -100,7 +100,7 @@ class TestProcesses:
         assert main(["--json", str(path)]) == 1
         out = capsys.readouterr().out
         assert out.startswith("mlx_paged.doctor: FAILED: order (")
-        assert "order: ended with status -6: abort" in out and out.count("was here") == 6
+        assert "order: ended with status -6: abort" in out and out.count("was here") == 7
         assert [found.name for found, _ in ran] == ["kernels", "sources"]
         report = json.loads(path.read_text())
         assert not report["ok"] and report["checks"]["tokens"]["ok"]

@@ -301,5 +301,5 @@ def test_the_list_of_documents_is_complete():
 
 def test_the_parsers_are_found():
     assert isinstance(argparse.ArgumentParser(), argparse.ArgumentParser)
-    assert "--speculate" in flags("mlx_paged.generate") - flags("mlx_paged.doctor")
+    assert "--beams" in flags("mlx_paged.generate") - flags("mlx_paged.doctor")
     assert "--verify" in flags("mlx_paged.kv_disk") and snippets(DOCUMENTS["README.md"], ROOT)
