@@ -9,7 +9,7 @@ from mlx_paged.adapters.places import Pair
 from mlx_paged.ops import as_numpy
 
 ALIGNMENT = 64
-"""Where a factor begins in the bytes of all: at a multiple of it."""
+"""In :func:`numbers_of` each factor begins at a multiple of so many bytes."""
 
 Factors = dict[str, Pair]
 """By path of the layer, in the order of the paths."""

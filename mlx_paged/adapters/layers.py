@@ -80,8 +80,13 @@ class LowRankTerms:
     def added_to_experts(
         self, path: str, x: mx.array, y: mx.array, experts: mx.array, of_rows: mx.array
     ) -> mx.array:
-        """The same of a layer of experts. `of_rows` are the experts of each row, ``[..., k]``. The
-        layer may get the pairs of rows and experts in the order of the experts, ``[n]``."""
+        """The output `y` of a layer of experts for `x`, with the terms of its rows.
+
+        Args:
+            experts: of each pair of a row and an expert that the layer computes: ``[..., k]`` as
+                `of_rows`, or ``[n]``, if the pairs are in the order of the experts.
+            of_rows: the experts of each row, ``[..., k]``.
+        """
         for slots, pairs in self._groups:
             if path not in pairs:
                 continue

@@ -52,7 +52,7 @@ class RankStacks:
         return self.num_slots * self.slot_bytes
 
     def bytes_with(self, paths: Iterable[str], num_slots: int) -> int:
-        """Bytes of the stacks if they had these layers, too, and so many slots."""
+        """Bytes of the stacks if they had the layers at `paths`, too, and `num_slots` slots."""
         wanted = self.pairs.keys() | set(paths)
         return num_slots * sum(self._places[path].num_bytes(self.rank) for path in wanted)
 
@@ -77,7 +77,8 @@ class RankStacks:
         return number is not None
 
     def grow(self, most: int) -> None:
-        """Get more slots, until there are `most` at most. No step may be under way."""
+        """Add slots, up to `most` in all: one if it is reserved, else as many as there are. No step
+        may be under way."""
         if self.num_slots < self._room:
             self.num_slots += 1
             return

@@ -30,8 +30,9 @@ class AttentionBackend:
         ways: by the properties of a call that choose its way.
         writes: whether rows are written in place, by their properties.
         write: what writes the rows; None: not known, or plain MLX.
-        attention: by what the queries of a layer see, the kind of call that such layers make again
-            and again, behind what chose its way.
+        attention: the latest call of the layers whose queries see the same, so that a call like it
+            takes no way through Python: ``Forward.size``, `few_queries` of :func:`way_of`, and what
+            computes the call.
     """
 
     def __init__(self) -> None:

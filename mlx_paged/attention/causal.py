@@ -34,7 +34,7 @@ class Causal:
         return self if self.window <= other.window else other
 
     def within(self, num_keys: int) -> "Causal":
-        """The same of the first `num_keys` keys, where a longer window hides none."""
+        """What a query sees of the first `num_keys` keys: :data:`FULL` if a window hides none."""
         return FULL if self.window is not None and self.window >= num_keys else self
 
     def first_key(self, position: int) -> int:
@@ -47,7 +47,7 @@ class Causal:
         return keys > queries - self.window
 
     def or_long(self, window: int) -> list["Causal"]:
-        """This and, if it is a window, one of another length."""
+        """This object and, if it has a window, one with a window of `window` keys."""
         return [self] if self.is_full else [self, causal(window)]
 
 
@@ -61,7 +61,7 @@ FULL = causal(None)
 
 
 def limits(kinds: Iterable[Causal]) -> list[int | None]:
-    """The windows: of each the keys that a query sees at most, None: all."""
+    """The window of each: how many keys a query sees at most; None: all."""
     return [kind.window for kind in kinds]
 
 

@@ -10,7 +10,7 @@ from mlx_paged.kv.block_tables import common_prefixes
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.shapes import KVShape
 
-FEWEST_SHARED = 64  # of keys in common, over all sequences, that ops are told of
+FEWEST_SHARED = 64  # keys in common, over all sequences; ops are told of no fewer
 
 FEWEST_SHARED_BYTES = 1 << 20
 """What a layer's common keys and values must save of a GPU's reads. Their launch runs beside that
@@ -24,7 +24,8 @@ layer group with the most."""
 
 
 def fewest_shared(shapes: Sequence[KVShape]) -> int:
-    """Keys in common, over all sequences, that ops are told of where layers store these shapes."""
+    """The fewest keys in common, over all sequences, of which ops are told if layers store these
+    shapes."""
     if mx.default_device() == mx.Device(mx.cpu):
         return FEWEST_SHARED
     most = max((shape.token_bytes for shape in shapes), default=1)
@@ -32,7 +33,7 @@ def fewest_shared(shapes: Sequence[KVShape]) -> int:
 
 
 class NoPrefixes:
-    """Of no sequences it is known that they begin with the same blocks."""
+    """Knows of no sequences that begin with the same blocks."""
 
     num_keys = 0
     """Keys that the latest sequences have in common."""

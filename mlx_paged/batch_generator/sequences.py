@@ -99,9 +99,9 @@ class BatchSequence:
 def contiguous_caches(
     runner: ModelRunner, request: Request, tokens: Sequence[int], chunk: int
 ) -> Caches:
-    """mlx-lm's caches of exactly `tokens`, with which the request's begin, evaluated. K/V in the
-    pool is copied. The model computes the rest, `chunk` tokens at once: the newest token, or all
-    tokens if the pool has no longer what these caches keep, or may be wrong."""
+    """mlx-lm's caches of exactly `tokens`, evaluated; the request's tokens begin with these. K/V in
+    the pool is copied. The model computes the rest, `chunk` tokens at once: the newest token, or
+    all tokens if the pool has no longer what these caches keep, or may be wrong."""
     make = partial(_contiguous_caches, runner, request, tokens, chunk)
     try:
         return ended(make)

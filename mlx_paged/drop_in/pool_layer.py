@@ -88,8 +88,8 @@ class PoolLayer(LayerArrays):
         self, rows: Sequence[PagedSequence], arrays: Sequence[mx.array], stop: int
     ) -> None:
         """Write the tokens of empty sequences up to position `stop`. The arrays are K and V,
-        ``[B, H_kv, N, D]``, or what a pool with this layer's shape stores. They may lack what a
-        window has left."""
+        ``[B, H_kv, N, D]``, or what a pool with this layer's shape stores. Tokens that a window has
+        left may be missing in them."""
         num_kept = min(arrays[0].shape[2], self.pool.window or stop)
         rest = (stop - num_kept) % self.pool.block_size
         padding = [(0, 0), (0, 0), (rest, 0), (0, 0)]

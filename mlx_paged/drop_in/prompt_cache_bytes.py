@@ -42,8 +42,8 @@ def trim_to(
 
 
 def _count(lru: Any) -> None:
-    """Let each entry count 1/n of a block that n entries hold. What else shares a block does not
-    matter, so the sum stays what the entries hold, until one comes or goes."""
+    """Let each entry count 1/n of a block that n entries hold. Caches outside of the entries do not
+    count as sharers. So the sum changes only when an entry comes or goes."""
     keys = [(kind, key) for kind, known in lru._lru._lrus.items() for key in known]
     entries = [(kind, lru._trie.get(*key)) for kind, key in keys]
     held = [_blocks(entry.prompt_cache) for _, entry in entries]

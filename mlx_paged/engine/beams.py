@@ -71,11 +71,16 @@ class BeamGroup:
     def advance(
         self, hypotheses: Sequence[Request], tokens: npt.ArrayLike, logprobs: npt.ArrayLike
     ) -> list[Survivor]:
-        """One step of the search with the H live hypotheses: first the prompt alone, later the
-        survivors of the last step in their order, with their tokens appended. The candidates are
-        the likeliest next `tokens` of each, ``[H, K]`` in any order, with their `logprobs` in the
-        whole vocabulary; one that is not finite is none. Returns those that live on, best first;
-        none if the search is done. The caller drops every parent that is not among them."""
+        """Advance the search by one step. Returns the hypotheses that live on, best first; an empty
+        list if the search is done. The caller drops each parent of which no survivor is left.
+
+        Args:
+            hypotheses: H live ones: first the prompt alone, later the survivors of the last step in
+                their order, with their tokens appended.
+            tokens: ``[H, K]``, the likeliest next tokens of each hypothesis, in any order.
+            logprobs: ``[H, K]``, theirs in the whole vocabulary. A token whose number is not finite
+                is no candidate.
+        """
         assert not self.done, "a step after the end of the search"
         lengths = [len(hypothesis.logprobs) for hypothesis in hypotheses]
         assert lengths == [self._length] * len(self._sums), "not the survivors of the last step"

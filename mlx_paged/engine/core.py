@@ -386,7 +386,8 @@ class EngineCore(CacheControl, BeamCalls):
             self._is_advancing = False
 
     def _release_states(self) -> None:
-        """Let the runner forget what nothing reads any more, unless the next step tells it."""
+        """Let the runner forget the states that nothing reads any more. While there are requests,
+        their next step names these states instead."""
         if not self._requests:
             self.runner.release(self.scheduler.take_released(), self.scheduler.take_rested())
 

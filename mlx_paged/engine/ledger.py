@@ -40,8 +40,8 @@ def account(
     lines: Iterable[Holding], step: int | None = None, cache: int | None = None
 ) -> dict[str, Any]:
     """A process's memory as plain JSON values: by name what is held and its limit, the sum of all,
-    and what the system says that the process has. Nothing of it is what is left of another figure,
-    but `arrays`: MLX's arrays beside those of the lines are of steps, and of other engines.
+    and what the system says that the process has. All figures but one are measured. `arrays` is
+    computed: the bytes of MLX's arrays minus those of the lines; steps and other engines have them.
 
     Args:
         lines: of all engines of the process, and of whoever else holds memory.

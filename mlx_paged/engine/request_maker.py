@@ -22,7 +22,7 @@ def checked_params(
     prompt: PromptLike = (),
 ) -> SamplingParams:
     """`params`, or new ones made of `options`. The completion of a text keeps its first space,
-    unless `keep_space` says otherwise. Raises ValueError if both are given, or this tokenizer and
+    unless `keep_space` says otherwise. Raises ValueError if both are given, or if the tokenizer or
     the model's token ids do not allow them."""
     if params is not None and options:
         raise ValueError(f"[{caller}] both params and options are given: expected one")
@@ -49,7 +49,8 @@ class Queueing(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> "Queueing":
-        """That of a request, for those that go on from it."""
+        """How `request` waits, for requests that continue it: they have turns and marks of their
+        own."""
         return cls(request.priority, request.is_background, request.salt, request.share)
 
 
@@ -90,7 +91,7 @@ def _no_variant(name: str | None) -> None:
 
 
 class RequestMaker:
-    """Makes requests with ids in their order, seeds, arrival times and constraints.
+    """Makes requests: gives each one the next id, a seed, its arrival time and its constraint.
 
     Attributes:
         constraints: makes the constraints that options ask for.
@@ -126,7 +127,8 @@ class RequestMaker:
         Args:
             seed: of the request's random stream; None: a random one.
             logprobs: of the last tokens of the prompt, which are generated ones.
-            like: the request that this one continues, with the same adapter; None: none.
+            like: the request that this one continues, with the same adapter; None: it continues
+                none.
             constraint: what the tokens follow; None: a new one, if `params` ask for one.
 
         Raises:

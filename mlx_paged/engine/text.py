@@ -78,8 +78,8 @@ class StopStrings:
         return pending[:size]
 
     def is_in(self, following: str) -> bool:
-        """Whether the text would contain a stop string if it went on with `following`, of which
-        the beginning may be absent if it is twice as long as the longest stop string."""
+        """Whether the text would contain a stop string if it went on with `following`. A
+        `following` of twice the length of the longest stop string may lack its own beginning."""
         is_whole = len(following) < 2 * self.longest
         text = self._held + following if is_whole else following
         return any(matcher.stop in text for matcher in self._matchers)

@@ -20,6 +20,8 @@ from mlx_paged.heads.head import Head
 LAYERS = {"llama": llama, "qwen3": qwen3}
 """mlx-lm's modules with the layer of a head, by ``model_type``."""
 
+# The known keys of a configuration: those of the head, those of its layer, and those that change no
+# guess. Then those of ``eagle_config``.
 OF_HEAD = {
     *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "eagle_config"),
@@ -121,22 +123,22 @@ class Eagle3Head(Head):
 
     def bind(self, target: nn.Module) -> None:
         embeddings = _embeddings_of(target)
-        sizes = embeddings.weight.shape[0], _width_of(embeddings)
-        if self.target_width != sizes[1]:
+        rows, width = embeddings.weight.shape[0], _width_of(embeddings)
+        if self.target_width != width:
             raise ValueError(
                 f"[Engine] draft_head reads states of {self.target_width} numbers: expected "
-                f"{sizes[1]}, as many as the model's have"
+                f"{width}, as many as the model's have"
             )
-        if self.vocab_size > sizes[0] or (self.has_embeddings and self.vocab_size < sizes[0]):
+        if self.vocab_size > rows or (self.has_embeddings and self.vocab_size < rows):
             raise ValueError(
                 f"[Engine] draft_head has a vocabulary of {self.vocab_size} tokens: expected "
-                f"{sizes[0]}, as many as the model has"
+                f"{rows}, as many as the model has"
             )
         if not self.has_embeddings:
-            if self.norm.weight.shape[0] != sizes[1]:
+            if self.norm.weight.shape[0] != width:
                 raise ValueError(
                     f"[Engine] draft_head has a width of {self.norm.weight.shape[0]} and no "
-                    f"embed_tokens.weight: expected one, because the model's width is {sizes[1]}"
+                    f"embed_tokens.weight: expected one, because the model's width is {width}"
                 )
             self._embed = lambda tokens: embeddings(tokens)
         if any(isinstance(module, nn.QuantizedLinear) for module in self.modules()):

@@ -16,9 +16,9 @@ from mlx_paged.heads.mtp_weights import head_of
 from mlx_paged.tensor_files import header
 
 NAME = "head.safetensors"
-"""An extracted head that is looked for in the folder of a model."""
+"""The name of an extracted head in the folder of its model."""
 KEY = "mlx_paged.mtp"
-"""Of the metadata: a head of this kind, and what it was made of."""
+"""The key in a file's metadata whose value says of which model and configuration the head is."""
 GROUP_SIZE = 64
 BITS = (4, 8)
 
@@ -63,11 +63,6 @@ def open_mtp(path: Path) -> MTPHead:
     if not path.is_file():
         raise ValueError(f"{path}: no such file or directory")
     return _read(path)
-
-
-def is_extracted(file: Path) -> bool:
-    """Whether a file is one of :func:`extract`. Raises ValueError if it is no safetensors file."""
-    return KEY in header(file)[1]
 
 
 def _read(file: Path) -> MTPHead:

@@ -253,7 +253,7 @@ class BlockAllocator:
         seq_id: int,
         start: int,
         stop: int,
-        is_sure: bool = True,  # whether none of the tokens is a draft
+        is_sure: bool = True,  # whether all tokens are the sequence's own
         text: Text | None = None,  # as which later prompts may begin; None: no prefix is shared
     ) -> Move:
         """Plan that a span computes tokens ``[start, stop)``; returns what the span does to the
@@ -261,7 +261,7 @@ class BlockAllocator:
         return self.states.advance(self._sequence(seq_id).states, start, stop, is_sure, text)
 
     def state(self, seq_id: int) -> State:
-        """The newest state of a sequence that no wrong draft can be in."""
+        """The newest state of a sequence of which all tokens are known to be its own."""
         return self.states.resumes(self._sequence(seq_id).states)
 
     def begins_at(self, seq_id: int, num_computed: int) -> int:
@@ -360,8 +360,8 @@ class BlockAllocator:
         del self._sequences[seq_id]
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
-        """Let the sequence own only positions [0, num_tokens), which are no drafts any more; blocks
-        past them are released."""
+        """Let the sequence own only positions ``[0, num_tokens)``, which are right. Blocks past
+        them are released."""
         sequence, kept = self._sequence(seq_id), self.blocks_needed(num_tokens)
         self.states.settle(sequence.states, num_tokens)
         if num_tokens >= sequence.num_tokens:
@@ -380,7 +380,8 @@ class BlockAllocator:
 
     def compact(self, num_blocks: int) -> Int32Array:
         """Shrink to `num_blocks`, which the held blocks fit in, while no copy is pending. Held
-        blocks, and idle ones as far as they fit, become the first ones; returns what they were."""
+        blocks, and idle ones as far as they fit, become the first ones. Returns the old number of
+        each."""
         kept = self.store.compact(num_blocks)
         self.block_tables.renumber(kept)
         self.prefixes.renumber({old: new for new, old in enumerate(kept.tolist())})

@@ -88,8 +88,8 @@ class Beside:
 
 
 def largest_default(beside: int = 0) -> int:
-    """Bytes of the largest default pool that the device and the system let be, `beside` a step and
-    MLX's cache."""
+    """Bytes of the largest default pool that the device and the system allow. A step and MLX's
+    cache take `beside` bytes."""
     return max(0, min(_bounds(beside).values()))
 
 
@@ -100,7 +100,7 @@ def default_blocks(block_bytes: int, needs: Needs, beside: Beside) -> tuple[int,
     `AVAILABLE_SHARE` leaves; but never less than `needs.one`.
 
     Args:
-        block_bytes: of a block, and of the draft model's part beside it.
+        block_bytes: of a block, and of what a companion of the model stores beside it.
 
     Raises:
         ValueError: there is no room for one request and a step.

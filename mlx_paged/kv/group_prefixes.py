@@ -52,8 +52,8 @@ class GroupPrefixes:
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 
     def match(self, tokens: Sequence[int] | None, num_tokens: int, salt: bytes) -> PrefixMatch:
-        """The longest reusable prefix of ``tokens[:num_tokens]``, without the last token. None: no
-        tokens are known."""
+        """The longest reusable prefix of ``tokens[:num_tokens]``, without the last token. `tokens`
+        is None if nothing may be reused."""
         if tokens is None:
             return PrefixMatch([], [[] for _ in self._groups], [], 0, MissReason.DISABLED)
         stop = max(0, min(num_tokens, len(tokens)) - 1)
@@ -185,8 +185,9 @@ class GroupPrefixes:
             for group, first in enumerate(sequence.first_entries):
                 if i >= first:
                     block = int(tables[group][i])
-                    known = parent, content, key, root, uses, worth
-                    self._store.prefixes[group].register(block, *known)
+                    self._store.prefixes[group].register(
+                        block, parent, content, key, root, uses, worth
+                    )
                     if self.fresh is not None:
                         self.fresh.append((group, block, key))
             sequence.hashes.append(key)

@@ -45,7 +45,7 @@ class Pins:
         return self._num_blocks
 
     def set_size(self, num_blocks: int) -> None:
-        """The pool has `num_blocks` blocks; what is pinned stays so."""
+        """Count for a pool of `num_blocks` blocks; what is pinned stays pinned."""
         self._most_of_owner = int(self.share * num_blocks)
         self._most = int(MOST_PINNED * num_blocks)
 

@@ -96,7 +96,7 @@ class StateKind(Protocol):
         """The sequence has ended."""
 
     def resumes(self, held: Any) -> State:
-        """The newest state that no wrong draft can be in."""
+        """The newest state of which all tokens are known to be the sequence's own."""
 
     def begins_at(self, held: Any, num_computed: int) -> int:
         """The position of the state with which the next span of a sequence begins, of which
@@ -113,8 +113,8 @@ class StateKind(Protocol):
         """Where a chunk of at most ``[start, stop)`` ends, of a sequence of `num_tokens`."""
 
     def advance(self, held: Any, start: int, stop: int, is_sure: bool, text: Text | None) -> Move:
-        """Plan a span that computes the K/V of ``[start, stop)``. It has no drafts if `is_sure`.
-        Later prompts may begin as `text`; None: no prefix is shared."""
+        """Plan a span that computes the K/V of ``[start, stop)``. If `is_sure`, all its tokens are
+        the sequence's own. Later prompts may begin as `text`; None: no prefix is shared."""
 
     def advance_together(
         self, of_sequences: Iterable[Any], positions: Sequence[int]

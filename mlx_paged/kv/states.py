@@ -24,8 +24,8 @@ class SequenceStates:
     """The states that one sequence holds.
 
     Attributes:
-        newest: the state after all tokens that steps compute, drafts included.
-        sure: the state before the drafts; None if no drafts are in `newest`.
+        newest: the state after all tokens that steps compute, those that may be wrong included.
+        sure: the state before the tokens that may be wrong; None if `newest` has none of them.
         planned: snapshots for the prefix cache, which has to know their blocks first.
         offered: snapshots that were offered to the prefix cache once.
         without_state: tokens of a known prefix that lacks its state at the end.
@@ -40,7 +40,7 @@ class SequenceStates:
 
     @property
     def resumes(self) -> State:
-        """The state from which the sequence goes on if its drafts are wrong."""
+        """The state from which the sequence goes on if tokens of `newest` are wrong."""
         return self.newest if self.sure is None else self.sure
 
     @property

@@ -266,7 +266,7 @@ _fused: dict[type[nn.Module], Layer] = {
 
 def _attribute_of(known: Known) -> Attribute:
     def call(*args: Any, **options: Any) -> Any:
-        function = known.replaced if get_ident() in _inside else known.original
+        function = known.replacement if get_ident() in _inside else known.original
         return function(*args, **options)
 
     return Attribute(known.owner, known.name, known.original, call)

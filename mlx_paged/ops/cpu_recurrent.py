@@ -34,14 +34,15 @@ class Known(NamedTuple):
         owner: the module or class that has the function.
         name: its name there.
         parameters: the names of its parameters, in order.
-        replaced: computes the same; calls the original for arrays that the op does not take.
+        replacement: computes the same by an op; calls the original for arrays that the op does not
+            take.
         marker: a name in the modules whose layers call it.
     """
 
     owner: Any
     name: str
     parameters: str
-    replaced: Function
+    replacement: Function
     marker: str
 
     @property
@@ -112,7 +113,7 @@ def _ssm_attn(
 
 
 def _settings_of(convolution: nn.Module) -> dict[str, Any]:
-    """All but its groups and what each layer has: of a kind that mlx adds, too."""
+    """The settings of a convolution, those that a later mlx adds included, but not its groups."""
     own = vars(convolution).items()
     return {name: value for name, value in own if name[0] != "_" and name != "groups"}
 
@@ -194,7 +195,7 @@ KNOWN = (
     ),
     Known(jamba.JambaMambaMixer, "ssm_step", "self x A state", _jamba_step, "JambaMambaMixer"),
 )
-"""All of them."""
+"""The functions of mlx-lm that an op replaces."""
 
 _originals: dict[tuple[Any, str], Function] = {
     (known.owner, known.name): getattr(known.owner, known.name) for known in KNOWN
@@ -202,8 +203,8 @@ _originals: dict[tuple[Any, str], Function] = {
 
 
 def functions_of(model: nn.Module) -> list[Known]:
-    """The functions that a model may call and that an op replaces. None if the environment says so,
-    and on macOS unless it says otherwise."""
+    """The functions that a model may call and that an op replaces. An empty list if `VARIABLE` is
+    0, and on macOS unless it is set to something else."""
     if os.environ.get(VARIABLE, "0" if sys.platform == "darwin" else "1") == "0":
         return []
     modules = {type(layer).__module__ for layer in model.modules()}

@@ -96,7 +96,8 @@ def takes_attention(
     sequences: int = 1,
     **others: Any,
 ) -> bool:
-    """False if the GPU's compiler refuses a kernel of such a call, so that plain MLX computes it.
+    """Whether a kernel of this package may compute such a call. False: the GPU's compiler refuses
+    one, so that plain MLX computes the call.
 
     Args:
         k_cache, v_cache: one layer's.
@@ -116,8 +117,8 @@ def takes_attention(
     is_long = columns * k_cache.shape[2] > SHORT_CONTEXT
     shares = is_long and length == 1
     shape = min(sequences, MOST_TOGETHER) if shares else 1, q.shape[1], length, q.shape[3]
-    given = shape, q.dtype, k_cache.shape[0], keys, values
-    return _take_attention(*given, is_long, tokens is None, options)
+    slots, is_ragged = k_cache.shape[0], tokens is None
+    return _take_attention(shape, q.dtype, slots, keys, values, is_long, is_ragged, options)
 
 
 def writes_in_place(

@@ -31,7 +31,8 @@ def add_low_rank_terms(
 def add_expert_terms(
     y: mx.array, x: mx.array, a: mx.array, b: mx.array, slots: mx.array, experts: mx.array
 ) -> mx.array:
-    """The same for a layer of experts: ``[..., 1, I]`` times ``a[s, e]`` and ``b[s, e]``.
+    """``y + (x @ a[s, e].T) @ b[s, e]`` in the rows of a layer of experts whose slot s is not
+    negative; the other rows as they are.
 
     Args:
         a: ``[S, E, r, I]``.
@@ -44,7 +45,7 @@ def add_expert_terms(
 
 
 def _added(y: mx.array, x: mx.array, a: mx.array, b: mx.array, index: mx.array) -> mx.array:
-    """The same, for the factors of index i; none if i is -1."""
+    """``y + (x @ a[i].T) @ b[i]`` in the rows whose `index` i is not -1; the others as they are."""
     if mx.default_device() != mx.cpu:
         rows = x if index.ndim > 1 else x.reshape(-1, 1, x.shape[-1])
         own = mx.maximum(index, 0).astype(mx.uint32)

@@ -261,9 +261,19 @@ class Batch:
             if forwards:  # all layers share them
                 positions, lens = forwards[0].positions, forwards[0].context_lens
             shared = self._prefixes(of_group)
-            for of_member, table in zip(slots, of_group.arrays, strict=True):
-                arrays = positions, of_member, table, lens, longest, positions, lens
-                forwards.append(Forward(1, *arrays, shared_prefixes=shared))
+            for slot_mapping, table in zip(slots, of_group.arrays, strict=True):
+                forward = Forward(
+                    columns=1,
+                    positions=positions,
+                    slot_mapping=slot_mapping,
+                    block_tables=table,
+                    context_lens=lens,
+                    max_context=longest,
+                    offset=positions,
+                    next_offset=lens,
+                    shared_prefixes=shared,
+                )
+                forwards.append(forward)
         self.positions = forwards[0].positions
 
     def _lay_out(

@@ -41,7 +41,7 @@ class Buckets:
         return width
 
     def widths(self, most_columns: int) -> list[int]:
-        """Of all buckets of tables up to `most_columns` wide."""
+        """The widths of all buckets of tables with up to `most_columns` columns."""
         found = [self.width(1)]
         while found[-1] < most_columns:
             found.append(self.width(found[-1] + 1))

@@ -76,8 +76,9 @@ class LayerStates(Protocol):
         before it."""
 
     def separate(self, spans: Sequence[Span] = ()) -> list[mx.array]:
-        """Give states that these spans, which were computed now, do not read or leave at their ends
-        arrays of their own, and return those arrays: a row keeps the rows beside it in memory."""
+        """Copy states out of arrays that they share with others, because a row keeps the rows
+        beside it in memory. States that `spans`, which were computed now, read or leave at their
+        ends stay where they are. Returns the new arrays, which are not evaluated."""
 
     def copied_out(self, state_id: int) -> tuple[list[mx.array], Callable[[], bytes]]:
         """The arrays of a copy of a state, and what reads the copy once these are evaluated."""

@@ -164,8 +164,8 @@ class _Recorder(AttendingCache, UntrimmedCache):
 
     @property
     def found(self) -> list[AttentionKind]:
-        """The attention of layers to what it has. Where none was recorded, as many heads ask as
-        store keys."""
+        """The kinds of attention to its K/V. If none was recorded: that of as many heads as store
+        keys."""
         if self.attentions or self.shape is None:
             return self.attentions
         shape = self.shape
@@ -185,7 +185,8 @@ class _Recorder(AttendingCache, UntrimmedCache):
 
 
 def probe(model: nn.Module) -> ModelProfile:
-    """Trace forwards of a chunk and of batches, without evaluating them.
+    """How the engine runs a model, found by traces of forwards of a chunk and of batches. Nothing
+    of them is evaluated.
 
     Raises:
         UnsupportedModelError: the model or one of its caches would give wrong results.

@@ -156,8 +156,8 @@ class MeasuredModel:
     @property
     def gathered(self) -> int:
         """Bytes that a step takes more where plain MLX computes."""
-        kinds = self.model, self.profile, self.config
-        return max(0, _step_bytes(*kinds, plain=True) - _step_bytes(*kinds))
+        of_step = partial(_step_bytes, self.model, self.profile, self.config)
+        return max(0, of_step(plain=True) - of_step())
 
 
 class PooledModel:
@@ -303,8 +303,9 @@ class PooledModel:
 def _compiled(
     profiles: Sequence[ModelProfile], config: PoolConfig, compiles: bool = True
 ) -> float | None:
-    """Compile the pipelines of a model, and of a draft model behind it, on pools of two blocks.
-    Returns the seconds that it took; None if there are none, or `compiles` is False."""
+    """The seconds that it takes to compile the pipelines of models with these profiles, on pools of
+    two blocks; None if there are no pipelines, or `compiles` is False. The first model is that of
+    `config`."""
     seconds = []
     for profile in profiles if compiles else ():
         plan = profile.pool_plan(config.block_size)

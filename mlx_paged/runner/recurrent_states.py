@@ -212,9 +212,6 @@ class RecurrentStates:
         self._to_store.update(self._held.keys() & state_ids)
 
     def separate(self, spans: Sequence[Span] = ()) -> list[mx.array]:
-        """Let states that these spans, which were computed now, do not read or leave at their ends
-        have arrays of their own: a row keeps those beside it in memory. Returns the new arrays,
-        which are not evaluated."""
         stored = self._stored_now()
         left = [span.leaves[-1].id for span in spans]
         apart = self._mixed.difference(left, [span.reads for span in spans])

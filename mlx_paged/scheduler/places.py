@@ -101,7 +101,7 @@ class Places:
             self.parked[request.id] = request
 
     def unpark(self, request: Request) -> None:
-        """Run or queue a parked request, which has a token to compute again."""
+        """Run or queue a parked request: it has got a token, which is not computed yet."""
         if request.id in self.parked and len(self.running) < self.max_running:
             self._start(self.parked.pop(request.id))
         elif request not in self.waiting:
@@ -212,8 +212,9 @@ class Places:
         self.waiting.stopped(request)
 
     def _claim(self, planning: Planning, request: Request) -> bool:
-        """Let a waiting request run, in a place and on blocks of others if it needs them and they
-        are enough; False if it waits on, or needs none."""
+        """Let a waiting request run in the place and on the blocks of requests that yield to it.
+        Returns whether it runs now. False: these are not enough, or a place and blocks are free, so
+        that it is admitted as any other, unless it comes before the prompts of other clients."""
         giving = self.waiting.yielding(request, self.running.values())
         max_blocks, free = self.allocator.max_blocks, self.allocator.num_available
         needed = 0
@@ -301,7 +302,7 @@ class Places:
             self._free(request, is_continued)
 
     def _free(self, request: Request, is_continued: bool) -> None:
-        """Free the blocks. Prompts that begin with these tokens can still reuse them."""
+        """Free the blocks of a request. Prompts that begin with its tokens can still reuse them."""
         length = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and length:
             self.allocator.register_tail(request.id, request.keys, length)

@@ -101,7 +101,7 @@ class FairQueue:
         )
 
     def __iter__(self) -> Iterator[Request]:
-        """Waiting requests, those of each part together. Too slow for each step."""
+        """The waiting requests, those of each part together. Too slow to be called in each step."""
         yield from self._returning
         parts = [self._whole]
         while parts:
@@ -200,8 +200,8 @@ class FairQueue:
                     part.served += tokens
 
     def demand(self, request: Request) -> tuple[bool, int]:
-        """Smaller for a prompt that comes before others: whether its client has others that run,
-        and how many of it wait."""
+        """Whether several requests of the prompt's client run; if not, how many of the client wait,
+        else 0. A prompt with a smaller result comes first."""
         client = client_of(request)
         if self._num_running[client] > 1:
             return True, 0
@@ -244,8 +244,8 @@ class FairQueue:
 
 
 def _names(request: Request) -> tuple[str, ...]:
-    """Those of the parts that a request belongs to; the last part, which has no name, has no
-    parts."""
+    """The names of the parts that a request belongs to, from its client on. The last part has the
+    name "" and no parts."""
     return *request.share, ""
 
 

@@ -19,9 +19,9 @@ others overtake it in up to two steps, and then in one of KEPT."""
 
 
 def is_overtaken(request: Request, room: int) -> bool:
-    """Whether others may be computed before a prompt of which a step could compute `room` tokens:
-    only if it takes several steps. Nobody overtakes a preempted request, whose caller may have read
-    some of its tokens."""
+    """Whether others may be computed before the prompt of `request`, of which a step could compute
+    `room` tokens: only if the prompt takes several steps. Nobody overtakes a preempted request,
+    whose caller may have read some of its tokens."""
     return 0 < room < request.num_pending and not request.num_preempted
 
 
@@ -38,7 +38,7 @@ class Turn:
 
     def __init__(
         self,
-        # A step with decodes, and prompts before `first` if they are done after it.
+        # The step, which has its decodes, and the prompts before `first` that the step completes.
         planning: Planning,
         first: Request,  # the oldest prompt that runs, or else the first one that waits
         room: int,  # prompt tokens of `first` that the step can compute
@@ -62,18 +62,19 @@ class Turn:
         self._running = sorted(left, key=lambda request: -request.num_pending)
 
     def next(self) -> Request | None:
-        """The shortest prompt that overtakes; a waiting one must be admitted before the next."""
-        waiting = self._waiting.shortest() if self._waiting else self._first
-        if self._running and self._running[-1].num_pending <= waiting.num_pending:
-            waiting = self._running.pop()
-        elif not self._overtakes(waiting):
+        """The shortest prompt that overtakes `first`; None: no other one does. If the prompt waits,
+        the caller admits it before the next call."""
+        found = self._waiting.shortest() if self._waiting else self._first
+        if self._running and self._running[-1].num_pending <= found.num_pending:
+            found = self._running.pop()
+        elif not self._overtakes(found):
             return None
-        self.overtaking.append(waiting)
-        return waiting
+        self.overtaking.append(found)
+        return found
 
     def limit_after(self) -> int:
-        """Call when all prompts that overtake `first` were added: counts in `num_overtaken` whether
-        there were any. Returns the most prompt tokens of the step from now on."""
+        """The most prompt tokens of the step, once all prompts that overtake `first` were added.
+        Counts in `num_overtaken` whether there were any, so it is called once."""
         first, taken = self._first, self._planning.work.chunk_tokens
         if taken == self._planned and not self._is_awaited:
             first.num_overtaken = max(0, first.num_overtaken - 1)

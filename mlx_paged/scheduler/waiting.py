@@ -14,10 +14,11 @@ BACKGROUND_SECONDS = 10.0
 were not of the background, until it ends or is preempted."""
 
 Order = tuple[int, int]
-"""Of prompts that run, smallest first."""
+"""Where a prompt comes among those that run, smallest first: FIRST, OTHERS or LAST, then how many
+requests of its client wait."""
 
 FIRST, OTHERS, LAST = range(3)
-"""A client's only prompt while others have several; other prompts; those of the background."""
+"""The only running prompt of a client beside other clients; other prompts; background prompts."""
 
 
 class Waiting:
@@ -49,7 +50,7 @@ class Waiting:
         return request.id in self.ids
 
     def __iter__(self) -> Iterator[Request]:
-        """Too slow for each step."""
+        """The waiting requests. Too slow to be called in each step."""
         yield from self._others
         yield from self._background
 
@@ -73,7 +74,8 @@ class Waiting:
         return (self._others or self._background).peek()
 
     def shortest(self) -> Request:
-        """The one with the fewest tokens to compute of those that :meth:`peek` may choose from."""
+        """Of the requests that :meth:`peek` may choose from, the one with the fewest tokens to
+        compute."""
         first = self.peek()
         return first if first is self._promoted else self._queue_of(first).shortest()
 
@@ -148,7 +150,7 @@ class Waiting:
         return newcomer
 
     def yielding(self, request: Request, running: Collection[Request]) -> list[Request]:
-        """Those of the running requests whose places a claimant may take."""
+        """The running requests whose places and blocks `request`, a claimant, may take."""
         found: list[Request] = []
         if self._num_background:
             found += [r for r in running if r.is_background and r is not self._promoted]
@@ -159,8 +161,8 @@ class Waiting:
     def choose_preempted(
         self, candidates: Collection[Request], running: Collection[Request], by: PreemptionPolicy
     ) -> Request:
-        """Which of the candidates, which run, is preempted. Under `Policy.FAIR` a client keeps one
-        as long as another has several."""
+        """Which of the `candidates` among the running requests is preempted. Under `Policy.FAIR` no
+        client loses its last running request while another client has several."""
         if self._fair is None:
             return choose_preempted(candidates, by)
         others = {request.id for request in _beside_the_oldest(running)}
