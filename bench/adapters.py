@@ -34,8 +34,8 @@ from bench.flags.adapters import parse
 from bench.machine import check_machine, machine_text
 from bench.models import named_model, random_prompts
 from mlx_paged import Engine, EngineService, SamplingParams
-from mlx_paged.adapters.places import places_of
 from mlx_paged.engine.ticket import Ticket
+from mlx_paged.runner.low_rank_places import places_of
 
 SIZE = 0.02
 """Of the numbers of a factor."""

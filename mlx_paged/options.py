@@ -464,7 +464,7 @@ STEP_FLAGS = (
 )
 """The other options that all commands with an engine have flags for, in the order of their help."""
 
-OF_ONE_PROCESS = ("kv_disk", "adapters", "draft_head")
+OF_ONE_PROCESS = ("kv_disk", "draft_head")
 """Options that are None where several processes compute a model."""
 
 OF_ONE_MODEL = (

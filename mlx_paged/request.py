@@ -43,12 +43,15 @@ class Variant(Protocol):
     Attributes:
         name: by which requests ask for it.
         key: a hash of what is added, 16 bytes.
+        number: of this version, from 1 on.
     """
 
     @property
     def name(self) -> str: ...
     @property
     def key(self) -> bytes: ...
+    @property
+    def number(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)

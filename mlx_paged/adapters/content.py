@@ -5,14 +5,11 @@ from hashlib import blake2b
 
 import mlx.core as mx
 
-from mlx_paged.adapters.places import Pair
 from mlx_paged.ops import as_numpy
+from mlx_paged.runner.low_rank_places import Factors
 
 ALIGNMENT = 64
 """In :func:`numbers_of` each factor begins at a multiple of so many bytes."""
-
-Factors = dict[str, Pair]
-"""By path of the layer, in the order of the paths."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 
-from mlx_paged.adapters.content import Content, Factors, numbers_of
-from mlx_paged.adapters.places import Place
+from mlx_paged.adapters.content import Content, numbers_of
 from mlx_paged.adapters.tensor_file import stored_tensors
 from mlx_paged.arguments import is_count, is_finite, shown
 from mlx_paged.ops.low_rank_terms import StoredFactor, read_factors
+from mlx_paged.runner.low_rank_places import Factors, Place
 
 CONFIG = "adapter_config.json"
 MLX_TENSORS, PEFT_TENSORS = "adapters.safetensors", "adapter_model.safetensors"

@@ -1,27 +1,27 @@
 """The adapters of an engine: their names, and which of them are in memory."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 from weakref import finalize
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
-from mlx_paged.adapters.content import Content, Factors
+from mlx_paged.adapters.content import Content
 from mlx_paged.adapters.formats import content_of, read_adapter
-from mlx_paged.adapters.layers import AdaptedLayers, Group, LowRankTerms
-from mlx_paged.adapters.places import Place
-from mlx_paged.adapters.stacks import RankStacks
 from mlx_paged.arguments import is_finite, memory, one_line, shown
 from mlx_paged.holdings import Holding
 from mlx_paged.options import PoolConfig
-from mlx_paged.runner.batch import Batch, Layout
+from mlx_paged.runner.layer_cuts import cuts_of
+from mlx_paged.runner.low_rank_layers import AdaptedLayers
+from mlx_paged.runner.low_rank_places import Factors, Place
+from mlx_paged.runner.low_rank_stacks import RankStacks
+from mlx_paged.runner.placed_terms import BatchTerms, Placed, Put, Wanted
 
 WAITING_PART = 4
 """What was read and waits for its step takes this part of the budget at most."""
@@ -81,7 +81,8 @@ class AdapterStore:
         self._stacks: dict[int, RankStacks] = {}  # by class of ranks
         self._numbers = count(1)
         self._alive = set[int]()  # numbers of adapters that somebody has
-        self._rows: tuple[Any, LowRankTerms] | None = None  # of the latest batch
+        self._part = cuts_of(model).own
+        self.terms = BatchTerms(self._place)
         self._reading = Lock()  # one read at a time beside the steps
         self._changing = Lock()  # of what was read
         self._waiting = OrderedDict[int, Factors]()  # that were read, until a step uses them
@@ -98,6 +99,11 @@ class AdapterStore:
         for name, path in config.adapters.items():
             store.load(name, store.read(name, Path(path)))
         return store
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """The layers that an adapter may change."""
+        return self.layers.places
 
     @property
     def named(self) -> Mapping[str, Adapter]:
@@ -146,7 +152,7 @@ class AdapterStore:
         """The adapter in a folder, for :meth:`load`. Any thread may call it. Raises ValueError as
         :func:`read_adapter`, with the name before the message."""
         folder = folder.resolve()
-        content = _read(name, folder, self.layers.places)
+        content = _read(name, folder, self.places)
         return AdapterFiles(folder, content.factors, content.key)
 
     def load(self, name: str, files: AdapterFiles) -> Adapter:
@@ -187,7 +193,7 @@ class AdapterStore:
         :func:`content_of`."""
         if not is_finite(scale):
             raise ValueError(f"scale is {shown(scale)}: expected a finite number")
-        content = content_of(arrays, self.layers.places, float(scale))
+        content = content_of(arrays, self.places, float(scale))
         return self._add(name, content.factors, content.key, None, float(scale))
 
     def _add(
@@ -195,7 +201,7 @@ class AdapterStore:
     ) -> Adapter:
         rank = max(a.shape[-2] for a, _ in factors.values())
         size_class = max(SMALLEST_CLASS, 1 << (rank - 1).bit_length())
-        places = self.layers.places
+        places = self.places
         num_bytes = sum(places[path].num_bytes(size_class) for path in factors)
         if num_bytes > self.budget:
             raise ValueError(
@@ -221,7 +227,7 @@ class AdapterStore:
 
     def _forget_dead(self) -> None:
         """Give up the slots of adapters that nobody has, and stacks without a slot in use."""
-        self._rows = None
+        self.terms.forget()
         with self._changing:
             for number in self._waiting.keys() - self._alive:
                 del self._waiting[number]
@@ -231,51 +237,53 @@ class AdapterStore:
             if not stacks.slots:
                 del self._stacks[rank]
 
-    def terms(self, batch: Batch) -> LowRankTerms | None:
-        """The terms of a batch's rows; None: no request of the batch has an adapter. Adapters that
-        are not in memory are read. Raises ValueError and OSError if a folder has changed."""
-        adapters: list[Any] = [span.request.variant for span in batch.spans]
-        if not any(adapters):
-            return None
-        numbers = [0 if each is None else each.number for each in adapters]
-        lengths = [len(span) for span in batch.spans]
-        known = numbers, lengths, batch.tokens.size
-        if self._rows is not None and self._rows[0] == known:
-            return self._rows[1]
-        self._rows = None
-        wanted = {each.number: each for each in adapters if each is not None}
-        found = {number: self._slot_of(each, wanted) for number, each in wanted.items()}
-        groups = []
-        for rank in sorted({each.size_class for each in wanted.values()}):
-            own = [found[n] if n and wanted[n].size_class == rank else -1 for n in numbers]
-            rows = np.full(len(batch.tokens), -1, np.int32)
-            rows[: batch.num_tokens] = np.repeat(np.array(own, np.int32), lengths)
-            groups.append(Group(mx.array(rows), self._stacks[rank].pairs))
-        terms = LowRankTerms(groups, are_sequences=batch.layout is Layout.CHUNK)
-        self._rows = known, terms
-        return terms
+    def _place(self, wanted: Wanted) -> Placed:
+        """Where the factors of adapters are, which are read if they are not in memory. Raises
+        ValueError and OSError if a folder has changed."""
+        if missing := self.read_missing(wanted):
+            mx.synchronize()  # the step under way may read a slot that another adapter gets
+            for _ in self.put_missing(missing, wanted):
+                pass
+        adapters: Any = wanted.values()
+        found = {each.number: self._stacks[each.size_class] for each in adapters}
+        return {number: (stacks, stacks.slots[number]) for number, stacks in found.items()}
 
-    def _slot_of(self, adapter: Adapter, wanted: Mapping[int, Adapter]) -> int:
-        """The slot of an adapter in the stacks of its class, where it is put if it is not there.
-        The `wanted` ones stay."""
-        rank = adapter.size_class
-        stacks = self._stacks.get(rank)
-        slot = None if stacks is None else stacks.find(adapter.number)
-        if slot is not None:
-            return slot
-        factors = self._factors_of(adapter)
-        self._forget_dead()
-        if rank not in self._stacks:
-            capacity = max(1, self.budget // adapter.num_bytes)
-            self._stacks[rank] = RankStacks(rank, self.layers.places, capacity)
-        stacks = self._stacks[rank]
-        mx.synchronize()  # the step under way may read a slot that another adapter gets
-        slot = self._room(stacks, factors, wanted)
-        stacks.put(adapter.number, slot, factors)
-        self.loads += 1
-        return slot
+    def read_missing(self, wanted: Wanted) -> dict[int, Factors]:
+        """The factors of adapters that are not in the stacks; the others are used now. Raises
+        ValueError and OSError if a folder has changed."""
+        missing, adapters = dict[int, Factors](), cast(Mapping[int, Adapter], wanted)
+        for number, adapter in adapters.items():
+            stacks = self._stacks.get(adapter.size_class)
+            if stacks is None or stacks.find(number) is None:
+                missing[number] = self._factors_of(adapter)
+        return missing
 
-    def _room(self, stacks: RankStacks, factors: Factors, wanted: Mapping[int, Adapter]) -> int:
+    def put_missing(self, missing: Mapping[int, Factors], wanted: Wanted) -> Iterator[Put]:
+        """Put them into the stacks of their classes, where the `wanted` ones stay."""
+        for number, factors in missing.items():
+            adapter: Any = wanted[number]
+            self._forget_dead()
+            rank = adapter.size_class
+            if rank not in self._stacks:
+                capacity = max(1, self.budget // adapter.num_bytes)
+                self._stacks[rank] = RankStacks(rank, self.places, capacity)
+            stacks = self._stacks[rank]
+            slot = self._room(stacks, factors, wanted)
+            stacks.put(number, slot, self._own_part(factors))
+            self.loads += 1
+            yield Put(number, stacks, slot, [s.number for s in self._stacks.values()], factors)
+
+    def _own_part(self, factors: Factors) -> Factors:
+        """The factors of this process's part of the layers."""
+        places = self.places
+        return {
+            path: pair
+            if (place := places[path]).cut is None
+            else place.pair_of(place.part(pair, self._part), pair[0].shape[-2])
+            for path, pair in factors.items()
+        }
+
+    def _room(self, stacks: RankStacks, factors: Factors, wanted: Wanted) -> int:
         """A free slot; the stacks grow within the budget, or an adapter leaves."""
         while True:
             free, num_slots = stacks.free_slot(), stacks.num_slots
@@ -289,7 +297,7 @@ class AdapterStore:
             elif not (stacks.evict(wanted) or self._give_up(stacks, wanted)):
                 stacks.grow(num_slots + 1)
 
-    def _give_up(self, kept: RankStacks, wanted: Mapping[int, Adapter]) -> bool:
+    def _give_up(self, kept: RankStacks, wanted: Wanted) -> bool:
         """Give up all stacks of another class of ranks, none of whose adapters is wanted; returns
         whether there were any."""
         for rank, stacks in list(self._stacks.items()):
@@ -307,7 +315,7 @@ class AdapterStore:
 
     def _read_again(self, adapter: Adapter) -> Factors:
         assert adapter.folder is not None
-        content = _read(adapter.name, adapter.folder, self.layers.places)
+        content = _read(adapter.name, adapter.folder, self.places)
         if content.key != adapter.key:
             raise ValueError(
                 f"adapter {adapter.name} in {adapter.folder} has changed: expected the files with "

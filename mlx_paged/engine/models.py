@@ -71,10 +71,8 @@ class EngineModels:
         make_runner = ModelRunner if phases is None else partial(ProfilingRunner, phases)
         if companion.reads:
             make_runner = partial(make_runner, reads_states=companion.reads)
-        pooled, runner, reports = processes.pooled(measured, make_runner)
+        pooled, runner, reports = processes.pooled(measured, make_runner, adapters)
         companion.start(pooled)
-        if adapters is not None:
-            pooled.runner.row_terms = adapters.terms
         return cls(processes, pooled, runner, reports, companion, adapters)
 
     @property

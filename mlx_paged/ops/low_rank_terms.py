@@ -1,5 +1,7 @@
 """Low-rank terms of linear layers, of other weights for each row; files of their factors."""
 
+from typing import Any
+
 import mlx.core as mx
 
 from mlx_paged import _ext
@@ -9,6 +11,16 @@ StoredFactor = tuple[int, str, tuple[int, ...], bool, float, mx.Dtype]
 
 read_factors = _ext.layers.read_factors
 write_slot = _ext.layers.write_slot
+
+
+def times_weight(layer: Any, x: mx.array) -> mx.array:
+    """The product of `x` and the weight of one of MLX's linear layers, without its bias."""
+    if not hasattr(layer, "bits"):
+        product: mx.array = x @ layer["weight"].T
+        return product
+    sizes = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    factors = layer["weight"], layer["scales"], layer.get("biases")
+    return mx.quantized_matmul(x, *factors, transpose=True, **sizes)
 
 
 def add_low_rank_terms(

@@ -38,6 +38,9 @@ class Kind(IntEnum):
     ANSWER = 6  # the answer to a question
     FAILURE = 7  # the text of an error that ends the rank
     FAREWELL = 8  # nothing: rank 0 has ended as it should
+    SETTLE = 9  # nothing: begin all of the steps under way, and wait for them
+    FACTORS = 10  # what rows add, for a slot
+    RECOVER = 11  # nothing: the next step was not planned; forget the states of all sequences
 
 
 class LostRank(ConnectionError):
@@ -72,7 +75,7 @@ class Link:
         return self._inbox.get()
 
     def _watch(self) -> None:
-        silent, beat_at, buffer = 0, 0.0, b""
+        silent, beat_at, buffer = 0, 0.0, bytearray()
         reason = f"has sent nothing for {TICK_S * SILENT_TICKS} seconds"
         try:
             while silent < SILENT_TICKS:
@@ -81,7 +84,9 @@ class Link:
                     content = self._socket.recv(1 << 18)
                     if not content:
                         raise ConnectionResetError
-                    silent, buffer = 0, self._take(buffer + content)
+                    silent = 0
+                    buffer += content
+                    self._take(buffer)
                 except BlockingIOError:
                     pass
                 is_due = time.monotonic() - beat_at >= TICK_S
@@ -97,14 +102,14 @@ class Link:
             reason = "has ended"
         self._lost(self._rank, reason)
 
-    def _take(self, buffer: bytes) -> bytes:
-        """Put the frames of `buffer` into the inbox; return what is left of it."""
+    def _take(self, buffer: bytearray) -> None:
+        """Move the frames of `buffer` into the inbox."""
         while len(buffer) >= HEADER.size:
             kind, size = HEADER.unpack_from(buffer)
-            content = buffer[HEADER.size : HEADER.size + size]
-            if len(content) < size:
+            if len(buffer) < HEADER.size + size:
                 break
-            buffer = buffer[HEADER.size + size :]
+            content = bytes(memoryview(buffer)[HEADER.size : HEADER.size + size])
+            del buffer[: HEADER.size + size]
             if kind == Kind.FAILURE:
                 raise LostRank(content.decode())
             if kind != Kind.BEAT:
@@ -112,7 +117,6 @@ class Link:
             if kind == Kind.FAREWELL:
                 time.sleep(LEAVE_S)
                 os._exit(0)  # the other thread hangs in a collective operation
-        return buffer
 
 
 def connect(group: mx.distributed.Group, lost: Callable[[int, str], None]) -> list[Link]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mlx_paged.scheduler.step import Span, Step
 
 DIGEST_BYTES = 16
 
-VERSION = 4
+VERSION = 5
 """Of the frames between ranks. The first frame of rank 0 names it."""
 
 
@@ -26,11 +26,11 @@ class DigestMismatch(RuntimeError):
 
 
 class PlanWriter:
-    """Writes a runner's steps as plans. A plan has the spans with their tokens and the ids of their
-    recurrent states, the copies, the states that are released or only kept for later prompts, and
-    the changed entries of the sequences' block tables. A plan begins with a digest. The digest
-    covers the digest of the plan before, the plan itself, and every row of the block tables that
-    the plan changes."""
+    """Writes a runner's steps as plans. A plan has the spans with their tokens, the numbers of
+    their variants and the ids of their recurrent states, the copies, the states that are released
+    or only kept for later prompts, and the changed entries of the sequences' block tables. A plan
+    begins with a digest. The digest covers the digest of the plan before, the plan itself, and
+    every row of the block tables that the plan changes."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
@@ -51,6 +51,7 @@ class PlanWriter:
         spans = [
             (
                 (span.request.id, row, span.start, span.stop, int(span.samples)),
+                0 if span.request.variant is None else span.request.variant.number,
                 (span.stored, span.reads, span.leaves),
                 span.known,
                 [fork.id for fork in span.forks],
@@ -137,6 +138,7 @@ class PlanReader:
         before: dict[int, Request],
         rows: dict[int, int],
         numbers: Any,
+        variant: int,
         of_states: Any,
         tokens: list[int],
         forks: list[int],
@@ -145,7 +147,7 @@ class PlanReader:
         if rows.get(request_id) != row:
             self._allocator.block_tables.touch(row)  # even if it holds what the last user had
         self._allocator.rows[request_id] = row
-        request, *children = (before.get(i) or _unknown(i) for i in (request_id, *forks))
+        request, *children = (before.get(i) or _unknown(i, variant) for i in (request_id, *forks))
         self._requests |= {each.id: each for each in (request, *children)}
         cast(_Tokens, request.tokens).tell(start, tokens)
         guesses = tuple(tokens[len(tokens) + 1 - samples :]) if samples > 1 else ()
@@ -180,8 +182,17 @@ def _row_content(allocator: BlockAllocator, row: int, group: int) -> Int32Array:
     return np.vstack([entries[None], allocator.store.blocks_of_entries(entries, group)])
 
 
-def _unknown(request_id: int) -> Request:
-    return Request(request_id, cast(list[int], _Tokens()), SamplingParams(), 0)
+class _Numbered(NamedTuple):
+    """A variant of which only the number is known."""
+
+    number: int
+    name: str = ""
+    key: bytes = b""
+
+
+def _unknown(request_id: int, variant: int) -> Request:
+    own = _Numbered(variant) if variant else None
+    return Request(request_id, cast(list[int], _Tokens()), SamplingParams(), 0, variant=own)
 
 
 def _digest(before: bytes, content: bytes, allocator: BlockAllocator, changes: list[Any]) -> bytes:

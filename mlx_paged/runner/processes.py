@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx_paged.options import PoolConfig
 from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.placed_terms import TermSource
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.scheduler.step import Runner
@@ -35,9 +36,13 @@ class Processes(Protocol):
         """Raise ValueError for an option that these processes cannot have."""
 
     def pooled(
-        self, measured: MeasuredModel, make_runner: Callable[..., ModelRunner] = ModelRunner
+        self,
+        measured: MeasuredModel,
+        make_runner: Callable[..., ModelRunner] = ModelRunner,
+        source: TermSource | None = None,
     ) -> Computing:
-        """The model on a pool, for which all processes have memory."""
+        """The model on a pool, for which all processes have memory. Its rows have the terms of
+        `source`."""
 
 
 class OneProcess:
@@ -52,9 +57,13 @@ class OneProcess:
         """No option is refused."""
 
     def pooled(
-        self, measured: MeasuredModel, make_runner: Callable[..., ModelRunner] = ModelRunner
+        self,
+        measured: MeasuredModel,
+        make_runner: Callable[..., ModelRunner] = ModelRunner,
+        source: TermSource | None = None,
     ) -> Computing:
         pooled = PooledModel(measured, make_runner)
+        pooled.runner.row_terms = None if source is None else source.terms
         return Computing(pooled, pooled.runner, {})
 
 

@@ -30,9 +30,11 @@ from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.options import OF_ONE_PROCESS, PoolConfig
 from mlx_paged.outputs import describe
 from mlx_paged.runner.launched_step import LaunchedStep
+from mlx_paged.runner.layer_cuts import noting_cuts
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
 from mlx_paged.runner.model_probe import model_type
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.placed_terms import Mirror, TermSource, variants_of
 from mlx_paged.runner.plan import VERSION, MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.runner.processes import Computing, join
@@ -61,7 +63,8 @@ def joined(model: nn.Module) -> nn.Module:
     problem = why_whole(model, group.size())
     try:
         if problem is None:
-            model.shard(group)
+            with noting_cuts(model, group):
+                model.shard(group)
             mx.eval(model.parameters())
     except Exception as error:
         problem = f"mlx-lm cannot divide it among {group.size()} ranks: {error}"
@@ -121,11 +124,19 @@ class Ranks:
         for link in self._links:
             link.send(kind, content)
 
+    def send_each(self, kind: int, content_of: Callable[[int], bytes]) -> None:
+        """Send each rank its own content."""
+        for number, link in enumerate(self._links, start=1):
+            link.send(kind, content_of(number))
+
     def answers(self) -> list[Any]:
         return [json.loads(link.receive()[1]) for link in self._links]
 
     def pooled(
-        self, measured: MeasuredModel, make_runner: Callable[..., ModelRunner] = ModelRunner
+        self,
+        measured: MeasuredModel,
+        make_runner: Callable[..., ModelRunner] = ModelRunner,
+        source: TermSource | None = None,
     ) -> Computing:
         """A model on the pools of all ranks, and the runner that leads them.
 
@@ -134,6 +145,7 @@ class Ranks:
         asks for it: no clock decides."""
         given = measured.config
         config = given.of_pool(
+            adapters=None if given.adapters is None else {},  # their folders are rank 0's
             compile=bool(given.compile),
             cpu_linear=CPULayers(measured.model, given.cpu_linear).linear,
         )
@@ -149,7 +161,8 @@ class Ranks:
             raise LostRank(f"the ranks compute steps in several ways: {answers}, {pooled.way}")
         shares = [pooled.pool.nbytes, *(num_bytes for num_bytes, _ in answers)]
         LOGGER.info("bytes of K/V on each rank: %s", shares)
-        runner = LeadingRunner(self, pooled.runner, shares)
+        pooled.runner.row_terms = None if source is None else source.terms
+        runner = LeadingRunner(self, pooled.runner, shares, source)
         return Computing(pooled, runner, {"ranks": runner.stats})
 
     def end(self, reason: str) -> NoReturn:
@@ -218,21 +231,30 @@ class LeadingRunner(Runner[LaunchedStep]):
 
     Args:
         shares: bytes of K/V on each rank.
+        source: of what rows add.
 
     Attributes:
         stats: of what it told.
     """
 
-    def __init__(self, ranks: Ranks, runner: ModelRunner, shares: list[int]) -> None:
-        self.ranks, self.runner = ranks, runner
+    def __init__(
+        self,
+        ranks: Ranks,
+        runner: ModelRunner,
+        shares: list[int],
+        source: TermSource | None = None,
+    ) -> None:
+        self.ranks, self.runner, self._source = ranks, runner, source
         self.stats: dict[str, Any] = {"count": ranks.group.size(), "plans": 0, "plan_bytes": 0}
         self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0, "kv_pool_bytes": shares}
         self._writer = PlanWriter(runner.allocator)
         self._released: list[int] = []  # states of which the others are told with the next plan
         self._rested: list[int] = []
         self._error: BaseException | None = None  # of a launch: the others wait for that step
+        self._untold: BaseException | None = None  # of a launch of which the others do not know
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        self._bring_factors(step, before)
         started = time.perf_counter()
         awaits = any(not span.known for span in step.spans)
         plan = self._writer.write(step, awaits, self._released, self._rested)
@@ -249,6 +271,30 @@ class LeadingRunner(Runner[LaunchedStep]):
                 assert before is not None and before.sampled is not None
                 before = _shared(before, before.sampled.tokens, self.ranks.group)
             return self.runner.launch(step, before)
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _bring_factors(self, step: Step, before: LaunchedStep | None) -> None:
+        """Put what the rows of a step add and is not in memory there, on all ranks. They have it
+        from rank 0 alone, so that no file of theirs can be another one."""
+        source, wanted = self._source, variants_of(span.request for span in step.spans)
+        if source is None or not wanted:
+            return
+        try:
+            missing = source.read_missing(wanted)
+        except BaseException as error:
+            self._untold = error
+            raise
+        if not missing:
+            return
+        try:
+            self.ranks.send(Kind.SETTLE)  # first: the step under way has sums of all ranks
+            if before is not None:
+                self.runner.go_on(before)
+            mx.synchronize()
+            for put in source.put_missing(missing, wanted):
+                self.ranks.send_each(Kind.FACTORS, partial(put.content, source.places))
         except BaseException as error:
             self._error = error
             raise
@@ -274,7 +320,13 @@ class LeadingRunner(Runner[LaunchedStep]):
 
     def recover(self, error: BaseException | None = None) -> None:
         """End the process: nobody knows how much of the step the other ranks have computed. That
-        one of them has closed its connection is noticed first."""
+        one of them has closed its connection is noticed first. After a step of which no rank knows
+        all of them begin again."""
+        untold, self._untold = self._untold, None
+        if error is not None and error is untold:
+            self.ranks.send(Kind.RECOVER)
+            self._released, self._rested = [], []
+            return self.runner.recover(error)
         time.sleep(ANSWER_S)
         self.ranks.end(f"a step failed ({error and describe(error)})")
 
@@ -287,12 +339,19 @@ class _NoSampler(Sampler):
 
 
 class _Follower:
-    """Another rank's: computes the steps of rank 0's plans."""
+    """Another rank's: computes the steps of rank 0's plans.
+
+    Attributes:
+        mirror: what rows add, if they may add anything.
+    """
 
     def __init__(self, measured: MeasuredModel, group: mx.distributed.Group) -> None:
         make_runner = partial(ModelRunner, begins_each=True, make_sampler=_NoSampler)
         self.pooled = PooledModel(measured, make_runner, _mirrored, is_alone=False)
         self._group = group
+        if measured.config.adapters is not None:
+            self.mirror = Mirror(measured.model)
+            self.pooled.runner.row_terms = self.mirror.terms
         self._reader = PlanReader(cast(MirroredAllocator, self.pooled.allocator))
         self._before: LaunchedStep | None = None
         self._under_way: deque[LaunchedStep] = deque()
@@ -309,6 +368,18 @@ class _Follower:
     def collect(self) -> None:
         """Wait for the oldest step under way."""
         self.pooled.runner.collect(self._under_way.popleft())
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        if self._before is not None:
+            self.pooled.runner.go_on(self._before)
+        mx.synchronize()
+
+    def recover(self) -> None:
+        """Begin again; all steps have ended."""
+        self._before = None
+        self._under_way.clear()
+        self.pooled.runner.recover()
 
 
 def _mirrored(*args: Any) -> MirroredAllocator:
@@ -334,6 +405,15 @@ def _follow(
                 assert follower is not None
                 follower.collect()
                 link.send(Kind.ANSWER, b"null")
+            elif kind == Kind.FACTORS:
+                assert follower is not None
+                follower.mirror.put(content)
+            elif kind == Kind.SETTLE:
+                assert follower is not None
+                follower.settle()
+            elif kind == Kind.RECOVER:
+                assert follower is not None
+                follower.recover()
             elif kind == Kind.MEASURE:
                 follower = None  # an engine before gives its memory back
                 config = read_first_frame(content)

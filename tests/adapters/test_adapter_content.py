@@ -6,8 +6,8 @@ import pytest
 
 from mlx_paged import Engine
 from mlx_paged.adapters.formats import content_of, read_adapter
-from mlx_paged.adapters.places import places_of
 from mlx_paged.ops.low_rank_terms import read_factors, write_slot
+from mlx_paged.runner.low_rank_places import places_of
 from mlx_paged.tensor_files import header
 from tests.support.models.adapters import random_arrays, write_adapter
 from tests.support.models.architectures import build

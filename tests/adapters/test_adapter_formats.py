@@ -9,7 +9,7 @@ import pytest
 
 from mlx_paged import Engine, tensor_files
 from mlx_paged.adapters.formats import read_adapter
-from mlx_paged.adapters.places import places_of
+from mlx_paged.runner.low_rank_places import places_of
 from tests.support.models.adapters import greedy, parameters, random_arrays, write_adapter
 from tests.support.models.architectures import build
 

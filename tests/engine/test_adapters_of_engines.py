@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from mlx_paged import Engine, EngineService, SamplingParams, ops
-from mlx_paged.adapters import stacks, store
+from mlx_paged.adapters import store
 from mlx_paged.metrics.stats import resident_bytes
 from mlx_paged.protocol.request_body import Refusal
+from mlx_paged.runner import low_rank_stacks as stacks
 from mlx_paged.server.served_adapters import ServedAdapters
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 from tests.support.models.architectures import VOCAB, build

@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "heads": {"arguments", "cli", "starting", "tensor_files"},
     "runner": {
         *("launched", "sampling", "metrics", "scheduler", "attention", "heads", "kv", "ops"),
-        *("command_buffers", "holdings"),
+        *("command_buffers", "holdings", "system_memory"),
         *REQUESTS,
     },
     "sampling": {"ops", *REQUESTS},

@@ -37,23 +37,12 @@ from mlx_paged.runner.ranks import (
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.step import Span, Step, StepReport
-from tests.support import TIMEOUT
 from tests.support.engine import rank_runs
-from tests.support.engine.rank_runs import model_of, two_ranks
+from tests.support.engine.rank_runs import ended, model_of, two_ranks
 from tests.support.models import architectures
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 SCRIPT = "-m", rank_runs.__name__
-
-
-def ended(processes, timeout=TIMEOUT):
-    """Output, errors and exit status of each."""
-    try:
-        outputs = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [(*each, process.returncode) for each, process in zip(outputs, processes, strict=True)]
 
 
 @pytest.mark.slow
@@ -234,7 +223,7 @@ def test_heads_that_cannot_be_divided_are_refused_with_numbers_that_do(
     assert why_whole(tiny_model("llama", **sizes), 1) is None
 
 
-@pytest.mark.parametrize("name, value", [("adapters", {}), ("kv_disk", "d"), ("draft_head", "h")])
+@pytest.mark.parametrize("name, value", [("kv_disk", "d"), ("draft_head", "h")])
 def test_what_ranks_cannot_do_is_refused_by_name(name, value):
     model = tiny_model("llama")
     join(model, object.__new__(Ranks))

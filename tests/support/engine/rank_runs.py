@@ -31,6 +31,7 @@ import numpy as np
 from mlx_paged import Completion, Engine
 from mlx_paged.runner.ranks import joined
 from mlx_paged.scheduler.speculation import Speculation
+from tests.support import TIMEOUT
 from tests.support.models.architectures import build
 from tests.support.models.tiny_models import CONFIGS, tiny_model
 from tests.support.simulation.injected_drafts import every_guess
@@ -215,6 +216,18 @@ def two_ranks(
         )
         for rank in range(num_ranks)
     ]
+
+
+def ended(
+    processes: Sequence[subprocess.Popen[str]], timeout: float = TIMEOUT
+) -> list[tuple[str, str, int]]:
+    """Output, errors and exit status of each."""
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(*each, process.returncode) for each, process in zip(outputs, processes, strict=True)]
 
 
 RUNS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {

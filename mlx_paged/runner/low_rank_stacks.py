@@ -2,20 +2,21 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
 import numpy.typing as npt
 
 from mlx_paged import ops
-from mlx_paged.adapters.content import Factors
-from mlx_paged.adapters.places import Pair, Place
 from mlx_paged.ops.low_rank_terms import write_slot
+from mlx_paged.runner.low_rank_places import Factors, Pair, Place
 from mlx_paged.system_memory import use_small_pages
 
 FEWEST_SLOTS = 2
 MOST_RESERVED = 1024
 """Slots for which address space is reserved, at most."""
+_numbers = count(1)
 
 
 class RankStacks:
@@ -28,13 +29,14 @@ class RankStacks:
     Attributes:
         pairs: by path of the layer both factors of all slots, ``[S, ...]``; S may be more than
             `num_slots`.
+        number: of these stacks.
         slots: of each adapter, the one unused longest first.
         num_slots: that may take memory.
         are_reserved: whether the arrays reserve address space, which MLX does not count.
     """
 
     def __init__(self, rank: int, places: Mapping[str, Place], capacity: int) -> None:
-        self.rank = rank
+        self.rank, self.capacity, self.number = rank, capacity, next(_numbers)
         self.pairs: dict[str, Pair] = {}
         self.num_slots = 0
         self.slots: OrderedDict[int, int] = OrderedDict()  # by the adapter's number
@@ -90,12 +92,13 @@ class RankStacks:
         self.are_reserved = False
 
     def put(self, number: int, slot: int, factors: Factors) -> None:
-        """Write the factors of an adapter into a free slot, in place. No step may be under way."""
+        """Write the factors of this process's part of an adapter into a free slot, in place. No
+        step may be under way."""
         new = factors.keys() - self.pairs.keys()
         for path in new:
-            a, b = self._places[path].shapes(self.rank)
+            a, b = self._places[path].own_shapes(self.rank)
             self.pairs[path] = self._zeros(path, a), self._zeros(path, b)
-        mx.eval([self.pairs[path] for path in new])
+        mx.eval([self.pairs[path] for path in new], list(factors.values()))
         stacks, rows = list[mx.array](), list[mx.array | None]()
         for path, pair in self.pairs.items():
             stacks += pair

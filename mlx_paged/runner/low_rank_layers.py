@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from threading import local
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged.adapters.places import ROUTERS, Pair, Place, places_of
-from mlx_paged.ops.low_rank_terms import add_expert_terms, add_low_rank_terms
+from mlx_paged.ops.low_rank_terms import add_expert_terms, add_low_rank_terms, times_weight
+from mlx_paged.runner.low_rank_places import ROUTERS, SUMMED, Pair, Place, places_of
 from mlx_paged.runner.row_terms import current
 from mlx_paged.runner.skip_unsampled import attached_to, override
 
@@ -120,6 +120,8 @@ class AdaptedLayers:
         modules = dict(model.named_modules())
         for path, place in self.places.items():
             add = self._linear if place.experts is None else self._expert
+            if isinstance(modules[path], SUMMED):
+                add = self._summed
             override(modules[path], "__call__", partial(add, path))
         for module in modules.values():
             if isinstance(module, ROUTERS):
@@ -133,6 +135,16 @@ class AdaptedLayers:
     def _linear(self, path: str, layer: Callable[..., mx.array], x: mx.array) -> mx.array:
         y, terms = layer(x), current()
         return terms.added(path, x, y) if isinstance(terms, LowRankTerms) else y
+
+    def _summed(self, path: str, layer: Callable[..., mx.array], x: mx.array) -> mx.array:
+        """A layer that adds up the outputs of all processes: each adds its own part of the terms
+        before, so that there is one sum."""
+        terms, module = current(), cast(Any, layer).__self__
+        if not isinstance(terms, LowRankTerms):
+            return layer(x)
+        y = terms.added(path, x, times_weight(module, x))
+        y = mx.distributed.all_sum(y, group=module.group)
+        return y + module["bias"] if "bias" in module else y
 
     def _expert(
         self,
