@@ -23,8 +23,9 @@ PACKAGE = Path(mlx_paged.__file__).parent
 WARM_UP = 8
 """Steps before the profiled ones: they compute the prompts and fill caches."""
 
-PROFILED = 5
-"""Steps of which the shortest path counts: a step that takes unusually long also records why."""
+PROFILED = 16
+"""Steps of which the shortest path counts. A step that takes unusually long also records why, one
+that fills a block registers it, and a token that occurs for the first time is spelled."""
 
 
 class StepPath:

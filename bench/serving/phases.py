@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.serving.run import Tick
-from mlx_paged.metrics.tick_log import SHARE, causes
-from mlx_paged.metrics.tick_log import Tick as EngineTick
+from mlx_paged.metrics.tick import SHARE, causes
+from mlx_paged.metrics.tick import Tick as EngineTick
 
 FULL = 0.9  # part of the level from which on a run counts as steady
 SPIKE_MEDIANS = 5.0
@@ -101,7 +101,7 @@ def find_spikes(ticks: Sequence[Tick], threshold_s: float) -> tuple[Spike, ...]:
 
 
 def causes_of(tick: Tick, usual_off_cpu: float = 0.0) -> tuple[str, ...]:
-    """Why a tick was long, likeliest first; as :mod:`mlx_paged.metrics.tick_log` explains its own.
+    """Why a tick was long, likeliest first; as :mod:`mlx_paged.metrics.tick` explains its own.
 
     An injected stall comes first, then "gc" and "host" if they took a large part, then what the
     engine says about the tick. If the engine says nothing, what happened in the tick comes instead.

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from bench.serving.trace import Job
 from mlx_paged import Engine
 from mlx_paged.kv.memory import default_kv_memory
-from mlx_paged.metrics.tick_log import Tick as EngineTick
+from mlx_paged.metrics.tick import Tick as EngineTick
 
 PREFILL_BATCH = 8  # mlx-lm's own default
 

@@ -33,6 +33,10 @@ class Causal:
             return other if self.window is None else self
         return self if self.window <= other.window else other
 
+    def limited(self, window_size: int | None = None) -> "Causal":
+        """The keys that a query sees by this and by a model's own window."""
+        return self.narrowed(causal(window_size))
+
     def within(self, num_keys: int) -> "Causal":
         """What a query sees of the first `num_keys` keys: :data:`FULL` if a window hides none."""
         return FULL if self.window is not None and self.window >= num_keys else self
@@ -69,20 +73,3 @@ def widest(kinds: Iterable[Causal]) -> Causal:
     """The one of these by which a query sees the most keys."""
     windows = limits(kinds)
     return FULL if None in windows else causal(max(w for w in windows if w is not None))
-
-
-class MakesMasks:
-    """A cache that makes the masks of its layer, as models of mlx-lm ask for them."""
-
-    sees: Causal
-    """Which keys a query of the layer sees."""
-
-    def causal_mask(self, columns: int, sees: Causal) -> mx.array:
-        """The mask of `columns` tokens by which each sees these keys."""
-        raise NotImplementedError
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> "mx.array | str | None":
-        """The mask of N tokens; its window is the smaller one of the layer's and `window_size`."""
-        return self.causal_mask(N, causal(window_size).narrowed(self.sees))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 
-from mlx_paged.attention.causal import FULL, Causal, MakesMasks
+from mlx_paged.attention.causal import FULL, Causal
 from mlx_paged.ops import view_as
 
 mlx_attention = mx.fast.scaled_dot_product_attention
@@ -39,8 +39,11 @@ class Query(NamedTuple):
     rotary: mx.array | None = None
 
 
-class AttendingCache(MakesMasks):
+class AttendingCache:
     """What the hook asks of a cache that can attend without gathering its keys and values."""
+
+    sees: Causal
+    """Which keys a query of the layer sees."""
 
     def attend(self, query: Query) -> mx.array | None:
         """Attention over the cache's K/V; None: use the gathered arrays."""
@@ -55,8 +58,14 @@ class AttendingCache(MakesMasks):
         """The mask that attention of `columns` tokens over the gathered arrays needs."""
         raise NotImplementedError
 
-    def causal_mask(self, columns: int, sees: Causal) -> mx.array:
-        return CausalMask.of(self.mask(columns, sees), sees=sees)
+    def make_mask(
+        self, N: int, return_array: bool = False, **limits: int | None
+    ) -> mx.array | str | None:
+        """The mask of N tokens, as models ask for it. By `limits`, arguments of
+        :meth:`Causal.limited`, a query may see fewer keys than the layer's."""
+        has_limits = any(limit is not None for limit in limits.values())
+        sees = self.sees.limited(**limits) if has_limits else self.sees
+        return CausalMask.of(self.mask(N, sees), sees=sees)
 
 
 class TaggedArray(mx.array):

@@ -18,7 +18,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.loading import load_model
-from mlx_paged.metrics.tick_log import PARTS
+from mlx_paged.metrics.tick import PARTS
 
 GB = 1e9
 FULL_BYTES, FEW_BYTES = 128 * 2**20, 32 * 2**20

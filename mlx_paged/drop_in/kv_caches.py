@@ -67,13 +67,13 @@ class PagedKVCache(PagedCache):
         if given.keys is not None:
             self.fill(given)
 
-    def make_mask(
+    def make_mask(  # type: ignore[override]  # there is no other limit
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """As in mlx-lm: an array only if there is a window or `return_array` asks for one."""
         if self.window is None and window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
-        mask = super().make_mask(N, return_array, window_size)
+        mask = super().make_mask(N, return_array, window_size=window_size)
         if isinstance(mask, CausalMask):  # one for all rows, which have equal lengths
             mask = CausalMask.of(mask[0, 0], sees=mask.sees)
         return mask

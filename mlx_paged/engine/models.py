@@ -16,9 +16,8 @@ from mlx_paged.engine.text import Tokenizer
 from mlx_paged.kv.limits import HeldLimits
 from mlx_paged.kv.memory import MemoryBudget, gpu_memory
 from mlx_paged.kv_disk.opening import open_tier
-from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickWriter
+from mlx_paged.metrics.recorder import KVReads, PhaseTimes, RecorderConfig, TickLog, TickWriter
 from mlx_paged.metrics.stats import EngineStats
-from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.options import EngineConfig, Policy, PreemptionPolicy
 from mlx_paged.runner.companions import Companion, MakeCompanion, NoCompanion
 from mlx_paged.runner.device_errors import telling_errors

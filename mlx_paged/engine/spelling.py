@@ -60,6 +60,7 @@ class _ByteLevel:
     ) -> None:
         self._name_of = name_of
         self._strips, self._cleans = strips, cleans
+        self._kept_bytes_of = cache(self.bytes_of)  # a text asks again for each token
 
     def bytes_of(self, token: int) -> bytes:
         name, byte_of = self._name_of(token) or "", _byte_level()
@@ -72,7 +73,7 @@ class _ByteLevel:
         return self.bytes_of(token).decode("utf-8", "replace")
 
     def text(self, context: Sequence[int] = (), keeps_space: bool = False) -> Detokenizer:
-        made: Detokenizer = Bytes(self.bytes_of)
+        made: Detokenizer = Bytes(self._kept_bytes_of)
         made = Cleaned(made) if self._cleans else made
         return After(made, context[-CONTEXT:], self._strips and not keeps_space)
 
@@ -89,7 +90,7 @@ class _ByteFallback:
     def __init__(
         self, piece_of: Callable[[int], str | int], strips: bool, cleans: bool = False
     ) -> None:
-        self._piece_of = piece_of
+        self._piece_of = cache(piece_of)  # a text asks again for each token
         self._strips, self._cleans = strips, cleans
 
     def bytes_of(self, token: int) -> bytes:

@@ -12,7 +12,7 @@ from mlx_paged.arguments import GB
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.batch_job import BatchJob
 from mlx_paged.generate.results_file import Result
-from mlx_paged.metrics.tick_log import PHASES
+from mlx_paged.metrics.tick import PHASES
 
 RULE = "=" * 10
 MB = 10**6

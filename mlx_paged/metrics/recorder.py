@@ -1,4 +1,5 @@
-"""Measures an engine's steps for its statistics and its log of ticks. Knows no mlx."""
+"""Measures an engine's steps: their ticks, the log that keeps them, and the statistics. Knows no
+mlx."""
 
 import gc
 import json
@@ -6,25 +7,41 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import FileIO
+from operator import attrgetter
 from os import PathLike
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.metrics.stats import EngineStats
-from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
+from mlx_paged.metrics.tick import PHASES, TIMES, Spike, Tick, causes
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Span, StepReport, StepResult
 
 LOGGER = logging.getLogger(__name__)
 
 STOCK_GROWTH = 256  # mlx-lm's own caches grow by so many tokens at once
+
+CAPACITY = 8192
+NUM_SPIKES = 1000
+
+BUCKETS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
+"""Upper bounds of the histograms' buckets; the last bucket has no bound."""
+
+PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+
+FLOOR_MS = 50.0  # without a given threshold, a tick is a spike only above this time
+FACTOR = 3.0  # without a given threshold, a spike takes more than this multiple of the usual time
+NUM_RECENT = 64  # number of latest ticks that define the usual time
+MIN_RECENT = 8  # ticks are not judged before so many of their kind are known
 
 IntArray = npt.NDArray[np.int64]
 
@@ -87,6 +104,119 @@ class PhaseTimes:
         """Seconds of each phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
+
+
+class TimeHistogram:
+    """How many times fell into each bucket since the engine was made."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS_MS) + 1)
+        self.sum_ms = 0.0
+
+    def add(self, ms: float) -> None:
+        self.counts[bisect_left(BUCKETS_MS, ms)] += 1
+        self.sum_ms += ms
+
+
+class SpikeDetector:
+    """Compares each tick with `threshold_ms`, or with FACTOR times the usual time, at least
+    FLOOR_MS: the median of recent ticks that only decoded, because running streams expect that
+    time. Ticks without decodes are compared with each other."""
+
+    def __init__(self, threshold_ms: float | None = None) -> None:
+        self.threshold_ms = threshold_ms
+        self._decodes: deque[Tick] = deque(maxlen=NUM_RECENT)
+        self._prefills: deque[Tick] = deque(maxlen=NUM_RECENT)
+        self._unjudged: deque[Tick] = deque(maxlen=NUM_RECENT)
+
+    def add(self, tick: Tick) -> Iterator[Spike]:
+        """Record a tick; yield the spikes found so far and set the causes of their ticks."""
+        is_mixed = tick.decode_tokens and (tick.prefill_tokens or tick.launched_prefill_tokens)
+        if not tick.faults and not is_mixed:
+            self._recent(tick).append(tick)
+        if tick.tick_ms > (self.threshold_ms or FLOOR_MS):
+            self._unjudged.append(tick)
+        for _ in range(len(self._unjudged)):
+            late = self._unjudged.popleft()
+            if self.threshold_ms is None and len(self._recent(late)) < MIN_RECENT:
+                self._unjudged.append(late)
+            elif (spike := self._judge(late)) is not None:
+                yield spike
+
+    def _recent(self, tick: Tick) -> deque[Tick]:
+        return self._decodes if tick.decode_tokens or tick.faults else self._prefills
+
+    def _judge(self, tick: Tick) -> Spike | None:
+        usual = [other for other in self._recent(tick) if other is not tick]
+        threshold = self.threshold_ms
+        if threshold is None:
+            usual_ms = median(other.tick_ms for other in usual) if usual else 0.0
+            threshold = max(FLOOR_MS, FACTOR * usual_ms)
+        if tick.tick_ms <= threshold:
+            return None
+        tick.causes = causes(tick, usual)
+        return Spike(tick.index, tick.start, tick.tick_ms, threshold, tick.causes)
+
+
+class TickLog(deque[Tick]):
+    """A ring buffer of ticks, newest last. Ticks longer than `spike_ms` are spikes; None: see
+    :class:`SpikeDetector`. An engine that profiles has slower ticks."""
+
+    def __init__(
+        self, capacity: int = CAPACITY, spike_ms: float | None = None, profile: bool = False
+    ) -> None:
+        super().__init__(maxlen=capacity)
+        self.profile = profile
+        self.spikes: deque[Spike] = deque(maxlen=NUM_SPIKES)  # newest last
+        self.causes: Counter[str] = Counter()  # spikes by first cause, since the engine was made
+        self.decode = TimeHistogram()  # of all ticks without prompt tokens
+        self.prefill = TimeHistogram()  # of all other ticks
+        self.num_ticks = 0
+        self._names = [name for name in TIMES if profile or name not in PHASES]
+        self._times = attrgetter(*self._names)
+        self._totals = [0.0] * len(self._names)
+        self._detector = SpikeDetector(spike_ms)
+
+    def add(self, tick: Tick) -> None:
+        """Append a tick and set its index."""
+        tick.index = self.num_ticks
+        self.num_ticks += 1
+        self.append(tick)
+        for index, ms in enumerate(self._times(tick)):
+            self._totals[index] += ms
+        is_decode = not (tick.prefill_tokens or tick.launched_prefill_tokens)
+        (self.decode if is_decode else self.prefill).add(tick.tick_ms)
+        for spike in self._detector.add(tick):
+            self.spikes.append(spike)
+            self.causes[spike.causes[0]] += 1
+
+    @property
+    def total_ms(self) -> dict[str, float]:
+        """The sum of each measured time since the engine was made."""
+        return dict(zip(self._names, self._totals, strict=True))
+
+    def summary(self) -> dict[str, Any]:
+        """Percentiles of the held ticks' times, None if not measured; spikes. JSON values."""
+        found: dict[str, Any] = {name: self._percentiles(name, self) for name in TIMES}
+        decodes = [tick for tick in self if not tick.has_prompt_tokens]
+        prefills = [tick for tick in self if tick.has_prompt_tokens]
+        found["decode_tick_ms"] = self._percentiles("tick_ms", decodes)
+        found["prefill_chunk_ms"] = self._percentiles("tick_ms", prefills)
+        return found | {
+            "spikes": [asdict(spike) | {"causes": list(spike.causes)} for spike in self.spikes],
+            "spike_causes": dict(self.causes),
+            "ticks": self.num_ticks,
+            "profile": self.profile,
+        }
+
+    def _percentiles(self, name: str, ticks: Iterable[Tick]) -> dict[str, float] | None:
+        if name not in self._names:
+            return None
+        values = np.array([getattr(tick, name) for tick in ticks])
+        if not values.size:
+            return {"count": 0} | dict.fromkeys(PERCENTILES, 0.0)
+        found = np.percentile(values, list(PERCENTILES.values())).tolist()
+        return {"count": values.size} | dict(zip(PERCENTILES, found, strict=True))
 
 
 class TickWriter:

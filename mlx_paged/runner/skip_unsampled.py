@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from threading import RLock, local
+from functools import cache, partial
+from threading import Lock, RLock, local
 from typing import Any, TypeVar
 from weakref import ref
 
@@ -26,22 +26,23 @@ class _Wanted(local):
 class LogitRows:
     """Makes a model's output projection compute only some rows.
 
-    The projection (or the tied embedding) gets a subclass that first takes these rows of its input.
-    Parameters and the module tree do not change. The subclass acts only within :meth:`only`, and
-    only in that thread. A projection that another module wraps meanwhile takes no rows any more:
-    the wrapper may compute with all rows beside it.
+    Within :meth:`only` the projection (or the tied embedding) has a subclass that first takes these
+    rows of its input, in that thread alone. Parameters and the module tree do not change. A
+    projection that another module wraps meanwhile takes no rows any more: the wrapper may compute
+    with all rows beside it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._wanted = _Wanted()
         self._model = ref(model)
+        self._overrides = Overrides()
         for name, module in model.named_modules():
             path = name.split(".")
             project = partial(self._project, path)
             if path[-1] in HEAD_NAMES and isinstance(module, nn.Linear | nn.QuantizedLinear):
-                override(module, "__call__", project)
+                self._overrides.add(module, "__call__", project)
             elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-                override(module, "as_linear", project)
+                self._overrides.add(module, "as_linear", project)
 
     @classmethod
     def of(cls, model: nn.Module) -> "LogitRows":
@@ -64,7 +65,8 @@ class LogitRows:
         wanted.by_heads = by_heads
         wanted.were_taken = False
         try:
-            yield
+            with self._overrides:
+                yield
         finally:
             wanted.rows = None
 
@@ -126,7 +128,13 @@ def lock_of(model: nn.Module) -> AbstractContextManager[Any]:
 def override(module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
     """Replace a method of this one module by ``replacement(original, *args, **kwargs)``. The
     module's class becomes a subclass of its class. Copies of the module have its first class."""
-    base = type(module)
+    module.__class__ = _overriding(type(module), method, replacement)
+
+
+def _overriding(
+    base: type[nn.Module], method: str, replacement: Callable[..., Any]
+) -> type[nn.Module]:
+    """A subclass with this method, whose instances are copied as those of the first class."""
     plain = getattr(base, "_mlx_paged_plain", base)
 
     def overridden(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +147,57 @@ def override(module: nn.Module, method: str, replacement: Callable[..., Any]) ->
 
     members = {method: overridden, "__reduce_ex__": reduced, "_mlx_paged_plain": plain}
     members["__module__"] = base.__module__
-    module.__class__ = type(base.__name__, (base,), members)
+    return type(base.__name__, (base,), members)
+
+
+class Overrides:
+    """Replaces methods of modules, as :func:`override` does, while any thread is inside of its
+    context. Contexts may nest, and overlap in several threads; the last one restores the classes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._num_inside = 0
+        self._each: list[_Overridden] = []
+
+    def add(self, module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
+        """Replace this method, too."""
+        self._each.append(_Overridden(module, method, replacement))
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside == 1:
+                for each in self._each:
+                    each.begin()
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                for each in self._each:
+                    each.end()
+
+
+class _Overridden:
+    """A method of a module that is replaced between :meth:`begin` and :meth:`end`."""
+
+    def __init__(self, module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
+        self._module = ref(module)
+        self._make = cache(partial(_overriding, method=method, replacement=replacement))
+        self._own: type[nn.Module] | None = None  # the class meanwhile
+
+    def begin(self) -> None:
+        module = self._module()
+        # It may have the class still: another class was made of that one meanwhile.
+        if module is not None and (self._own is None or not isinstance(module, self._own)):
+            self._own = self._make(type(module))  # type: ignore[arg-type]
+            module.__class__ = self._own
+
+    def end(self) -> None:
+        module = self._module()
+        if module is not None and type(module) is self._own:
+            module.__class__ = self._own.__base__
 
 
 WORTH_SKIPPING = 16
@@ -160,17 +218,18 @@ class LastLayer:
 
     Only sampled tokens need the last layer's output; the others need only their K/V. So the layer
     is called twice: first with all tokens, of which only the K/V is ever evaluated because arrays
-    are lazy; then with the sampled ones, whose output goes to the model's head. The layer gets a
-    subclass for that. Parameters and the module tree do not change. The subclass acts only within
-    :meth:`narrowed`, and only in that thread.
+    are lazy; then with the sampled ones, whose output goes to the model's head. Within
+    :meth:`narrowed` the layer has a subclass for that, which acts in that thread alone. Parameters
+    and the module tree do not change.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._of_thread = _OfThread()
         self._logit_rows = LogitRows.of(model)
+        self._overrides = Overrides()
         layers = getattr(model, "layers", None)
         if isinstance(layers, list) and layers and isinstance(layers[-1], nn.Module):
-            override(layers[-1], "__call__", self._call)
+            self._overrides.add(layers[-1], "__call__", self._call)
 
     @classmethod
     def of(cls, model: nn.Module) -> "LastLayer":
@@ -187,7 +246,8 @@ class LastLayer:
         own.num_tokens = num_tokens
         own.store_only, own.attend_only = store_only, attend_only
         try:
-            yield
+            with self._overrides:
+                yield
         finally:  # the caches keep an engine's pool alive, and the model keeps this object
             own.num_tokens = None
             del own.store_only, own.attend_only

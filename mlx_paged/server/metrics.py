@@ -16,7 +16,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ledger import account
 from mlx_paged.holdings import Holder, Holding
-from mlx_paged.metrics.tick_log import BUCKETS_MS, TimeHistogram
+from mlx_paged.metrics.recorder import BUCKETS_MS, TimeHistogram
 from mlx_paged.server.loaded_model import Model
 from mlx_paged.server.models import Models
 from mlx_paged.server.recent import Recent

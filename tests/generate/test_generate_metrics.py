@@ -9,7 +9,7 @@ from test_generate_interrupt import interrupt_after, read_until
 from test_generate_mistakes import assert_one_line_mistake
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.metrics.tick_log import NAMES, PHASES
+from mlx_paged.metrics.tick import NAMES, PHASES
 from tests.support.commands.generate_runs import (
     CLASS,
     FUNCTION,

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged import Engine
-from mlx_paged.metrics.tick_log import Tick
+from mlx_paged.metrics.tick import Tick
 from tests.support.models.tiny_models import VOCAB, tiny_model
 
 BLOCK = 4

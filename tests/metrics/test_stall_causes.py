@@ -13,7 +13,7 @@ from mlx_paged import Engine
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
-from mlx_paged.metrics.tick_log import PARTS
+from mlx_paged.metrics.tick import PARTS
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.support.models.tiny_models import tiny_model
 from tests.support.simulation.fake_model import FakeRunner

@@ -6,7 +6,8 @@ import statistics
 import numpy as np
 import pytest
 
-from mlx_paged.metrics.tick_log import BUCKETS_MS, PARTS, PHASES, TIMES, Tick, TickLog
+from mlx_paged.metrics.recorder import BUCKETS_MS, TickLog
+from mlx_paged.metrics.tick import PARTS, PHASES, TIMES, Tick
 
 TIMINGS = np.random.default_rng(0).exponential(20.0, 100).tolist()
 

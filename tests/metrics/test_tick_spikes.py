@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_paged.metrics.tick_log import FACTOR, FLOOR_MS, MIN_RECENT, Spike, SpikeDetector, Tick
+from mlx_paged.metrics.recorder import FACTOR, FLOOR_MS, MIN_RECENT, SpikeDetector
+from mlx_paged.metrics.tick import Spike, Tick
 
 USUAL = {"schedule_ms": 1.0, "launch_ms": 20.0, "wait_ms": 6.0, "output_ms": 2.0, "other_ms": 1.0}
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import mlx_paged
-from mlx_paged.metrics.tick_log import Tick, TickLog
+from mlx_paged.metrics.recorder import TickLog
+from mlx_paged.metrics.tick import Tick
 from tests.support.documents import ROOT, documents, flags, prose, snippets, spans
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in documents()}

@@ -7,7 +7,7 @@ import pytest
 from scripts.step_path import decode_step, main
 
 
-@pytest.mark.parametrize(("compile", "files", "moves"), [(True, 17, 41), (False, 22, 76)])
+@pytest.mark.parametrize(("compile", "files", "moves"), [(True, 15, 40), (False, 18, 70)])
 def test_a_decode_step_visits_few_files(compile, files, moves):
     path = decode_step(compile=compile)
     assert len(path.files) <= files

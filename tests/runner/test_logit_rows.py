@@ -1,6 +1,6 @@
 """The output projection computes the sampled rows only, and the model does not change for it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_paged.runner.skip_unsampled import LogitRows
+from mlx_paged.runner.skip_unsampled import LogitRows, override
 from tests.support.models.tiny_models import VOCAB, tiny_model
 
 TOKENS = mx.array(np.random.default_rng(0).integers(VOCAB, size=(3, 7)))
@@ -126,12 +126,38 @@ def test_the_models_parameters_and_modules_stay_as_they_are(model):
     assert sorted(model) == keys
 
 
-def test_changed_modules_are_still_of_their_class(model):
+def changed(model: nn.Module, kinds: Mapping[str, type[nn.Module]]) -> set[str]:
+    """Names of the modules that are of a subclass of their class in `kinds`."""
+    found = dict(model.named_modules())
+    assert all(isinstance(module, kinds[name]) for name, module in found.items())
+    paths = [name for name, module in found.items() if type(module) is not kinds[name]]
+    return {path.rpartition(".")[2] for path in paths}
+
+
+def test_modules_are_of_another_class_within_the_context_only(model):
     kinds = {name: type(module) for name, module in model.named_modules()}
-    LogitRows.of(model)
-    changed = [name for name, module in model.named_modules() if type(module) is not kinds[name]]
-    assert changed and all(isinstance(m, kinds[name]) for name, m in model.named_modules())
-    assert {name.rsplit(".", 1)[-1] for name in changed} <= {"embed_tokens", "lm_head"}
+    selector = LogitRows.of(model)
+    of_other = selector.only(ROWS, 1)
+    assert changed(model, kinds) == set()
+    with ThreadPoolExecutor(1) as other:
+        with selector.only(ROWS, 1):
+            inside = changed(model, kinds)
+            assert inside and inside <= {"embed_tokens", "lm_head"}
+            other.submit(of_other.__enter__).result()
+        assert changed(model, kinds) == inside
+        other.submit(of_other.__exit__, None, None, None).result()
+    assert changed(model, kinds) == set()
+
+
+def test_a_class_that_was_made_of_the_contexts_own_stays(model):
+    kinds, before = {name: type(m) for name, m in model.named_modules()}, model(TOKENS)
+    for _ in range(2):
+        with LogitRows.of(model).only(ROWS, 1):
+            for name, module in model.named_modules():
+                if type(module) is not kinds[name]:
+                    override(module, "reset_parameters", lambda original: None)
+            assert_close(model(TOKENS), mx.take(before, ROWS, axis=1))
+        assert mx.array_equal(model(TOKENS), before)
 
 
 def test_engines_of_one_model_share_the_selector(model, projected):

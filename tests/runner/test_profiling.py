@@ -5,7 +5,7 @@ import pytest
 
 from mlx_paged import Engine
 from mlx_paged.metrics.recorder import PhaseTimes
-from mlx_paged.metrics.tick_log import PHASES
+from mlx_paged.metrics.tick import PHASES
 from tests.support.models.tiny_models import VOCAB, tiny_model
 
 BLOCK = 4

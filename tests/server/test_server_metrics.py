@@ -5,7 +5,8 @@ import math
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_paged.metrics.tick_log import BUCKETS_MS, PARTS, PHASES
+from mlx_paged.metrics.recorder import BUCKETS_MS
+from mlx_paged.metrics.tick import PARTS, PHASES
 from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import main
 from tests.support.commands.server_harness import CODE, exchange, live, only_model, post
