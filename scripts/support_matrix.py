@@ -32,55 +32,59 @@ ANYWHERE, AT_SNAPSHOTS = YES, "at snapshots"
 
 PATHS = {
     KERNEL: "the paged op attends to the blocks in place",
-    GATHER: "the K/V is copied first, for an attention that the op does not know",
-    STATE: "the model has no K/V, only a state of fixed size for every sequence",
-    REFUSED: "`UnsupportedModelError` when the engine is made",
-    NOT_RUN: "mlx-lm itself does not run there, so nothing is known",
+    GATHER: "the K/V is gathered first, because the op does not support the attention",
+    STATE: "the model has no K/V, only a state of fixed size for each sequence",
+    REFUSED: "`UnsupportedModelError` when the engine is constructed",
+    NOT_RUN: "mlx-lm itself does not run on a CPU, so the model was not tested",
 }
 STEPS = {
     Batching.MIXED: "prompt chunks and decodes in one forward",
-    Batching.ALTERNATE: "all decodes in one forward, each prompt chunk in its own",
-    Batching.SINGLE: "a forward for every sequence",
+    Batching.ALTERNATE: "all decodes in one forward, each prompt chunk in a separate forward",
+    Batching.SINGLE: "a separate forward for each sequence",
 }
 LONG_PROMPTS, SHORT_PROMPTS = [[*range(20)], [4, 5]], [[1, 2, 3], [4, 5]]
-RAGGED = "its attention takes no masks or positions of several sequences"
+RAGGED = "its attention does not support masks or positions of several sequences"
 
 HEADER = """# Supported architectures
 
-This page lists every architecture of mlx-lm {version}. Look for the `model_type` of a model's
-`config.json`. `python -m scripts.support_matrix` writes this page; do not edit it.
+This page lists every architecture of mlx-lm {version}. Search for the `model_type` in the
+`config.json` of a model. `python -m scripts.support_matrix` writes this page; do not edit it.
 
-The tests run each architecture as a tiny random float32 model, on Linux on a CPU. The logits of
-those served are mlx-lm's own, with a relative error below 1e-4; mlx-lm computes one sequence at a
-time with its own cache. The cases are batches of sequences of different lengths, chunked prompts
-that arrive while others decode, samples of one prompt and shared prefixes
-(`tests/runner/test_architectures.py`).
+The tests run each architecture as a tiny random float32 model, on Linux on a CPU. They compare the
+logits of the supported architectures with those of mlx-lm, which computes one sequence at a time
+with its own cache: the relative error is below 1e-4. The cases are batches of sequences of
+different lengths, chunked prompts that arrive while other requests decode, samples of one prompt,
+and shared prefixes (`tests/runner/test_architectures.py`).
 
-`decodes` says how a model computes the next token of a sequence:
+The column `decodes` describes how a model computes the next token of a sequence:
 
 | decodes | architectures | |
 |---|---|---|
 {totals}
 
-`step` says what a step computes in one forward (one run of the model):
+The column `step` describes what a step computes in one forward (one run of the model):
 
 | step | |
 |---|---|
 {steps}
 
+The column `compiled decodes` has "yes", or the reason that an engine with `compile=True` reports on
+a CPU ([details](compiled-decodes.md#where-it-is-on)):
+
 | compiled decodes | architectures |
 |---|---|
 {compiled}
 
+The other columns:
+
+- Architecture: a name with a comma is the same architecture with another option. It is not counted
+  above.
 - Shared prefixes: "yes" means that requests share a prefix up to any token. "At snapshots" means
-  that the model has states of fixed size. Such a state belongs to one point of a text, so requests
-  share a prefix only up to a point at which a copy was kept
-  ([explained](engine.md#models-with-recurrent-layers)).
-- Drafts: "yes", or why a model computes none ([speculation](speculation.md)).
-- Compiled decodes: "yes", or the reason that an engine with `compile=True` gives on a CPU
-  ([explained](compiled-decodes.md#where-it-is-on)).
-- A name with a comma is the same architecture with another option. It is not counted above.
-- The last column has what else is special, or why a model is not served.
+  that the model has states of fixed size. Such a state belongs to one position of a text, so
+  requests share a prefix only up to a position with a kept copy
+  ([details](engine.md#models-with-recurrent-layers)).
+- Drafts: "yes", or why the model computes no drafts ([speculation](speculation.md)).
+- The last column has other properties, or why the model is not supported.
 
 | architecture | decodes | step | shared prefixes | drafts | compiled decodes | |
 |---|---|---|---|---|---|---|
@@ -153,14 +157,14 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
     if any(shape.latent for shape in profile.shapes if shape is not None):
         notes.append("a latent is stored once for keys and values")
     if paths == [GATHER, KERNEL]:
-        notes.append("in place until its indexer has more tokens than it picks")
+        notes.append("in place until its indexer has more tokens than it selects")
     if profile.states.exist and any(profile.shapes):
-        notes.append("beside states of fixed size")
+        notes.append("also has states of fixed size")
     if profile.states.exist and not profile.states.are_diverted:
-        notes.append("each request with drafts in its own forward")
+        notes.append("each request with drafts in a separate forward")
     plan = profile.pool_plan(16)
     if any(group.window is not None for group in plan.groups):
-        notes.append("blocks behind windows are freed")
+        notes.append("blocks before windows are freed")
     return "; ".join(notes)
 
 
