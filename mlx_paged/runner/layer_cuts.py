@@ -10,8 +10,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-import numpy.typing as npt
 from mlx.nn.layers import distributed
 
 from mlx_paged.runner.skip_unsampled import attached_to
@@ -37,19 +35,18 @@ class Cut:
     segments: Segments
     num_parts: int
 
-    def indices(self, size: int, part: int) -> npt.NDArray[np.int64]:
-        """Which of the `size` inputs or outputs a process has."""
+    def ranges(self, size: int, part: int) -> list[tuple[int, int]]:
+        """Which of the `size` inputs or outputs a process has: from where to where."""
         segments = self.segments
         if isinstance(segments, int):
             ends = [size * (i + 1) // segments for i in range(segments)]
         else:
             ends = [int(e * size) if isinstance(e, float) else e for e in segments] + [size]
-        return np.concatenate(
-            [
-                np.arange(start, stop).reshape(self.num_parts, -1)[part]
-                for start, stop in pairwise([0, *ends])
-            ]
-        )
+        found = []
+        for start, stop in pairwise([0, *ends]):
+            width = (stop - start) // self.num_parts
+            found.append((start + part * width, start + (part + 1) * width))
+        return found
 
 
 @dataclass

@@ -84,9 +84,9 @@ class Place:
         a, b = (as_numpy(each.view(mx.uint8)) for each in pair)
         size = self.dtype.size
         if self.cut is not None and self.cut.axis == INPUTS:
-            a = _columns(a, self.cut.indices(self.inputs, number), size)
+            a = _columns(a, self.cut.ranges(self.inputs, number), size)
         elif self.cut is not None:
-            b = _columns(b, self.cut.indices(self.outputs, number), size)
+            b = _columns(b, self.cut.ranges(self.outputs, number), size)
         return a, b
 
     def pair_of(self, numbers: Sequence[Numbers], rank: int) -> Pair:
@@ -98,10 +98,10 @@ class Place:
         return a, b
 
 
-def _columns(numbers: Numbers, indices: npt.NDArray[np.int64], size: int) -> Numbers:
+def _columns(numbers: Numbers, ranges: Sequence[tuple[int, int]], size: int) -> Numbers:
     """Some columns of numbers, each of `size` bytes."""
-    apart = numbers.reshape(*numbers.shape[:-1], -1, size)
-    return apart[..., indices, :].reshape(*numbers.shape[:-1], -1)
+    pieces = [numbers[..., size * start : size * stop] for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
 
 
 def places_of(model: nn.Module) -> Mapping[str, Place]:

@@ -278,7 +278,8 @@ class LeadingRunner(Runner[LaunchedStep]):
     def _bring_factors(self, step: Step, before: LaunchedStep | None) -> None:
         """Put what the rows of a step add and is not in memory there, on all ranks. They have it
         from rank 0 alone, so that no file of theirs can be another one."""
-        source, wanted = self._source, variants_of(span.request for span in step.spans)
+        source = self._source
+        wanted = {} if source is None else variants_of(span.request for span in step.spans)
         if source is None or not wanted:
             return
         try:

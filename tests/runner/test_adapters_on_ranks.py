@@ -49,6 +49,7 @@ def results_of(root, name, scenarios):
         ("llama/4bit", ["mixed", "mixed:compiled"]),
         ("qwen3_moe", ["mixed", "mixed:compiled"]),
         ("qwen3_5", ["mixed"]),
+        ("llama", ["random:180000", "random:1000000"]),
         ("kimi_k3", ["mixed"]),
         ("gpt_oss", ["mixed"]),
         ("deepseek_v3", ["mixed"]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_paged import Completion, Engine
 from mlx_paged.runner.model_runner import ModelRunner
@@ -15,6 +16,7 @@ from mlx_paged.runner.ranks import joined
 from tests.support.engine.rank_runs import TRACE, model_of
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 160, "prefill_chunk": 16}
+FOLDERS = "a0", "a1", "a2", "a3"
 TOKENS = 6
 RECOVERED = "a runner begins again"
 PROMPTS = [[token % 60 for token in prompt] for prompt in TRACE]
@@ -117,7 +119,7 @@ def evicted(run: Run, root: Path) -> None:
     """More adapters in turn than the memory takes; one whose file has changed meanwhile, then is
     missing, then is what it was."""
     for _ in range(2):
-        for name in ("a0", "a1", "a2", "a3"):
+        for name in FOLDERS:
             run.add(PROMPTS[1], name, name)
             run.step()
     path = root / "a0" / "adapters.safetensors"
@@ -136,7 +138,36 @@ def evicted(run: Run, root: Path) -> None:
     run.step()
 
 
-SCENARIOS = {"mixed": mixed, "prefixes": prefixes, "evicted": evicted}
+def random(run: Run, root: Path) -> None:
+    """Requests at random with adapters that come, change, go and do not all fit into the memory."""
+    engine, rng = run.engine, np.random.default_rng(5)
+    folders: dict[str, str] = {name: name for name in FOLDERS}  # by the adapter's name
+    for number in range(48):
+        names = [None, *folders]
+        name = names[rng.integers(len(names))]
+        prompt = PROMPTS[number % 3][: rng.integers(6, 30)] + rng.integers(1, 60, 3).tolist()
+        options = {"max_tokens": int(rng.integers(1, 9))}
+        run.add(prompt, name, None if name is None else folders[name], **options)
+        run.step(int(rng.integers(3)))
+        other, folder = (FOLDERS[i] for i in rng.integers(len(FOLDERS), size=2))
+        match rng.integers(8):
+            case 0:
+                engine.load_adapter(other, root / folder)
+                folders[other] = folder
+            case 1:
+                arrays = mx.load(str(root / folder / "adapters.safetensors"))
+                engine.update_adapter(other, arrays, scale=4.0)
+                folders[other] = folder
+            case 2 if other in folders:
+                engine.unload_adapter(other)
+                del folders[other]
+    run.step()
+    for _ in range(2):
+        (first, *_), *others = engine.sample(PROMPTS[:2], n=2, max_tokens=4, adapter=min(folders))
+        assert len(others) == 1 and first.adapter == min(folders)
+
+
+SCENARIOS = {"mixed": mixed, "prefixes": prefixes, "evicted": evicted, "random": random}
 
 
 def tell_recoveries() -> None:
@@ -156,7 +187,7 @@ def main(name: str, folder: str, *wanted: str) -> None:
     result: dict[str, Any] = {}
     for each in wanted:
         scenario, _, how = each.partition(":")
-        names = ("a0", "a1") if scenario != "evicted" else ("a0", "a1", "a2", "a3")
+        names = FOLDERS if scenario in ("evicted", "random") else FOLDERS[:2]
         memory = {"adapter_memory": int(how)} if how.isdecimal() else {}
         engine = Engine(
             model,
