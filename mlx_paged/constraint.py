@@ -15,8 +15,8 @@ class Constraint(Protocol):
     on to the newest one when it is asked."""
 
     def copy(self, tokens: Sequence[int]) -> Self:
-        """That of a fork with these tokens, which begin with those that this one has followed.
-        Raises ValueError if it does not allow one of them."""
+        """The constraint of a fork with these tokens, which begin with those that this one has
+        followed. Raises ValueError if it does not allow one of them."""
 
     def ahead(self, tokens: Sequence[int]) -> Sequence[int]:
         """Tokens that must follow the request's `tokens`, and that the request is to get at once;

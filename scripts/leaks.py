@@ -154,7 +154,7 @@ VERBS = {
         *("blocks_in_use", "gives_several", "has_tier", "tier_metrics", "refcount_histogram"),
         *("copies_when_idle", "has_more_copies", "keep_copies"),
         *("pin", "forget", "forget_kept", "holdings", "least_blocks", "blocks_needed", "shrink"),
-        "grow",
+        *("grow", "num_blocks", "clock"),
     }
 }
 """What other rooms may call of an object; all else of the object is internal to its room."""

@@ -272,8 +272,9 @@ def _peft_scale_of(config: Mapping[str, Any]) -> ScaleOf:
 
 
 def _peft_path_of(places: Iterable[str]) -> PathOf:
-    """Finds paths of PEFT in the model. A model may be within another one there or here: what
-    comes before the layers' number may differ, if the rest names one layer."""
+    """Finds the path in the model of a path in a file of PEFT. What comes before the number of a
+    layer may differ, because either model may be a part of another one. The rest of the path has to
+    name one layer."""
     own, by_end = set(places), dict[str, list[str]]()
     for path in own:
         by_end.setdefault(_end(path), []).append(path)

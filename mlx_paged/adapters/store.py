@@ -80,7 +80,7 @@ class AdapterStore:
         self._named: dict[str, Adapter] = {}
         self._stacks: dict[int, RankStacks] = {}  # by class of ranks
         self._numbers = count(1)
-        self._alive = set[int]()  # numbers of adapters that somebody has
+        self._alive = set[int]()  # numbers of versions that have a name or a request
         self._part = cuts_of(model).own
         self.terms = BatchTerms(self._place)
         self._reading = Lock()  # one read at a time beside the steps
@@ -132,11 +132,6 @@ class AdapterStore:
         with self._changing:
             return sum(map(_bytes_of, self._waiting.values()))
 
-    @property
-    def num_alive(self) -> int:
-        """Versions that have a name or a request."""
-        return len(self._alive)
-
     def find(self, name: str | None) -> Adapter | None:
         """The adapter that requests with this name get now. Raises ValueError for an unknown
         one."""
@@ -162,7 +157,7 @@ class AdapterStore:
         with self._changing:
             self._waiting.pop(self._loaded, None)
         self._loaded = made.number
-        self._wait(made.number, files.factors)
+        self._put_waiting(made.number, files.factors)
         return made
 
     def prepare(self, name: str) -> None:
@@ -178,9 +173,9 @@ class AdapterStore:
             stacks = self._stacks.get(adapter.size_class)
             is_there = stacks is not None and adapter.number in stacks.slots
             if not is_there and adapter.number not in self._waiting:
-                self._wait(adapter.number, self._read_again(adapter))
+                self._put_waiting(adapter.number, self._read_again(adapter))
 
-    def _wait(self, number: int, factors: Factors) -> None:
+    def _put_waiting(self, number: int, factors: Factors) -> None:
         """Keep what was read until a step uses it, or until what is read later needs the room."""
         with self._changing:
             self._waiting[number] = factors
@@ -189,8 +184,8 @@ class AdapterStore:
                 total -= _bytes_of(self._waiting.popitem(last=False)[1])
 
     def load_arrays(self, name: str, arrays: Mapping[str, mx.array], scale: float) -> Adapter:
-        """The same of arrays by the names that mlx-lm gives them. Raises ValueError as
-        :func:`content_of`."""
+        """Give an adapter of arrays a name. The arrays have the names that mlx-lm gives them.
+        Raises ValueError as :func:`content_of`."""
         if not is_finite(scale):
             raise ValueError(f"scale is {shown(scale)}: expected a finite number")
         content = content_of(arrays, self.places, float(scale))

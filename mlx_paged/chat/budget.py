@@ -229,6 +229,7 @@ def current() -> Budget | None:
 
 
 def spending() -> Budget:
+    """The budget that this thread renders within; there is one."""
     return _current.get()
 
 
@@ -238,6 +239,7 @@ def listed(value: Any) -> Any:
 
 
 def times(left: Any, right: Any) -> Any:
+    """``left * right``, which repeats if one of them is a text or a list."""
     for value, count in ((left, right), (right, left)):
         if isinstance(count, int) and isinstance(value, str | bytes | list | tuple):
             extent = len(value) * max(0, count)
@@ -247,6 +249,7 @@ def times(left: Any, right: Any) -> Any:
 
 
 def power(base: Any, exponent: Any) -> Any:
+    """``base**exponent``, of integers only up to :data:`MAX_BITS`."""
     if isinstance(base, int) and isinstance(exponent, int):
         bits = base.bit_length() * abs(exponent)
         if bits > MAX_BITS:

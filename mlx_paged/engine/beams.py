@@ -326,7 +326,7 @@ class BeamCalls:
         params = checked_params("beam_search", params, options, self._encode, prompt)
         # Each live hypothesis writes into a block of its own.
         vocab_size = self.token_ids.columns
-        max_beams = vocab_size or self.scheduler.allocator.num_blocks
+        max_beams = vocab_size or self.scheduler.num_blocks
         _check(params, num_beams, length_penalty, early_stopping, max_beams)
         root = self._make_request(self._encode(prompt), params, 0, queueing)
         stop = self._outputs.stop_token_ids(root)

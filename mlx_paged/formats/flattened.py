@@ -106,7 +106,8 @@ class _Reader:
         if name == "common" and self._is("(", end):
             closes = self._tokens.index(("mark", ")"), end) if self._has(")", end) else end
             names = [text for kind, text in self._tokens[end:closes] if kind == "word"]
-        alias = self._tokens[end + 1][1] if self._is("->", end) and self._has_one(end) else None
+        has_alias = self._is("->", end) and end + 1 < len(self._tokens)
+        alias = self._tokens[end + 1][1] if has_alias else None
         for each in names:
             if not name.startswith("common") or each not in COMMON:
                 raise ValueError(f"the import of {name:.80} is not known")
@@ -114,9 +115,6 @@ class _Reader:
 
     def _has(self, mark: str, at: int) -> bool:
         return ("mark", mark) in self._tokens[at:]
-
-    def _has_one(self, at: int) -> bool:
-        return at + 1 < len(self._tokens)
 
     def _is(self, mark: str, at: int) -> bool:
         return self._tokens[at : at + 1] == [("mark", mark)]

@@ -62,7 +62,7 @@ class Format:
         final_marks: marks that end an answer.
         openers: coded texts that begin a call.
         silent: coded texts in the content that are marks of the format and no text.
-        first_openers: more of them, which do so only before other content.
+        first_openers: coded texts that begin a call only before other content.
         arguments_are_text: the chat template takes the arguments of a call as JSON in a text.
         tools_need_system: the chat template writes tools only into the turn of the system.
         efforts: what the models call an effort of reasoning that has another name for clients.

@@ -321,7 +321,7 @@ class Inline:
         return True
 
     def _take_calls(self, calls: list[Call], text: str, events: list[Event]) -> None:
-        """Tell calls; those in a thought wait for what follows `text`, which they are. Calls that
+        """Tell calls, which `text` has. Calls in a thought wait for what follows them. Calls that
         may not be made are text."""
         if not self._tools.allow(calls):
             self._tell_as_text(self._space + text, events)

@@ -188,10 +188,13 @@ def seed_of(seed: int, number: int) -> int:
 
 
 def add_all(engine: Engine, jobs: Sequence[Job]) -> tuple[list[list[int]], dict[int, str]]:
-    """Queue the jobs. Returns the request ids of each, and why the engine refuses a prompt, by the
-    number of its job: such a prompt, one that is too long, has no id and fails alone. Raises
-    ValueError, which names the first prompt's source, if the engine refuses all prompts, and they
-    are no batch lines, each of which gets its answer."""
+    """Queue the jobs. Returns the request ids of each job, and by the number of a job why the
+    engine refuses it. A job that is refused has no ids, and the others go on.
+
+    Raises:
+        ValueError: the engine refuses all jobs; the message names the first prompt's source. Lines
+            of a batch file do not raise it: each of them gets its answer.
+    """
     ids, refusals = list[list[int]](), dict[int, str]()
     given = jobs[0].spec.options if jobs else {}
     if jobs and jobs[0].params.json_schema is not None and not given.get("json_schema"):

@@ -21,7 +21,7 @@ def open_eagle3(folder: Path, num_layers: int) -> Eagle3Head:
     """The head in a folder, for a target with so many layers.
 
     Raises:
-        ValueError: it is none, or says something that is not read.
+        ValueError: the folder has no EAGLE-3 head, or one with a setting that is not read.
     """
     config = read_config(folder / "config.json")
     if not is_eagle3(config):

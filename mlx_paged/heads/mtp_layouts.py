@@ -120,7 +120,7 @@ LAYOUTS = {
         index=0,
     ),
 }
-"""By model_type."""
+"""The layout of each architecture, by the target's ``model_type``."""
 
 UNREAD = {
     "deepseek_v4": "mlx-lm has no such model",

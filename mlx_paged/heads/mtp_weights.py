@@ -26,7 +26,7 @@ BASE = {"embed_tokens": "model.embed_tokens.weight", "output": "lm_head.weight"}
 
 
 def head_of(checkpoint: Checkpoint) -> MTPHead:
-    """The head of a checkpoint, of which only these tensors are read when they are evaluated.
+    """The head of a checkpoint. Only the tensors of the head are read, when they are evaluated.
 
     Raises:
         ValueError: there is none, or it is not as the checkpoint's configuration says.
@@ -127,7 +127,8 @@ class _Reader:
         return copies
 
     def _taken(self, name: str, shape: Shape) -> mx.array:
-        """The tensor, dequantized, which no other part of the head takes then."""
+        """The tensor `name`, dequantized. It leaves `arrays`: what is left there is no part of the
+        head."""
         if name not in self.arrays:
             raise ValueError(self._says(name, "is missing"))
         stored, array = self.stored[name], self.arrays.pop(name)

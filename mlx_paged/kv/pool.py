@@ -312,11 +312,18 @@ class KVPool:
             return k, v
         return ops.hadamard(k), ops.hadamard(v)
 
-    def gather(self, layer: int, *wanted: Any) -> tuple[mx.array, mx.array]:
-        """K and V as they are stored, ``[B, n_kv_heads, num_tokens, head_dim]`` each. `wanted` are
-        the block tables, the number of tokens and, if known, where each head's part of each block
-        is."""
-        return self.read(layer, lambda a: ops.gather_blocks(a, *wanted), as_stored=True)
+    def gather(
+        self, layer: int, tables: mx.array, num_tokens: int, runs: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """K and V as they are stored, ``[B, n_kv_heads, num_tokens, head_dim]`` each.
+
+        Args:
+            tables: ``[B, M]``, block tables.
+            runs: ``[B, n_kv_heads, M]``, where each head's part of each block is; None: not known.
+        """
+        return self.read(
+            layer, lambda a: ops.gather_blocks(a, tables, num_tokens, runs), as_stored=True
+        )
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.

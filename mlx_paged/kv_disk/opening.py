@@ -70,7 +70,7 @@ def open_tier(
 
 
 def identity(model: nn.Module, tokenizer: Any, pooled: Pooled, weights: str) -> bytes:
-    """32 bytes: a hash of all that a block's K/V depends on but its tokens.
+    """A hash, 32 bytes, of all that a block's K/V depends on except its tokens.
 
     Args:
         weights: from :func:`weights_hash`.

@@ -229,9 +229,9 @@ class PackFiles:
         if reason is not None:
             yield reason
 
-    def first_to_go(self, but: int = 0) -> int:
-        """The pack that is given up first, of all but one; there is one."""
-        others = [pack for pack in self.packs if pack != but]
+    def first_to_go(self, kept: int = 0) -> int:
+        """The pack that is given up first. The pack `kept` stays; there is another one."""
+        others = [pack for pack in self.packs if pack != kept]
         of_background = (pack for pack in others if pack in self.background)
         return next(of_background, None) or min(others, key=self._place_of)
 
@@ -241,13 +241,13 @@ class PackFiles:
         return self._since.get(pack, 0) + min(of_bytes, MOST_USES * self.least)
 
     def has_room(self, num_bytes: int, origin: Origin) -> bool:
-        """Whether a payload can be written without a pack that it must not make go."""
+        """Whether a payload can be written although its origin may not make every pack go."""
         if not origin.is_background:
             last = self._last.get(False, 0)
             is_full = self.num_bytes + HEADER.size + num_bytes > self.max_bytes
             if origin.is_used or not is_full or not self.packs.keys() - {last}:
                 return True
-            first = self.first_to_go(but=last)
+            first = self.first_to_go(kept=last)
             return first in self.background or self._place_of(first) <= self._floor + self.least
         kept = sum(size for pack, size in self.packs.items() if pack not in self.background)
         last = self.packs.get(self._last.get(True, 0), 0)
@@ -280,7 +280,7 @@ class PackFiles:
             self.packs.move_to_end(pack)
             removed = []
             while self.num_bytes + size > self.max_bytes and len(self.packs) > 1:
-                removed.append(self.first_to_go(but=pack))
+                removed.append(self.first_to_go(kept=pack))
                 self._floor = max(self._floor, self._place_of(removed[-1]))
                 self.remove(removed[-1])
             location = Location(pack, self.packs[pack], len(payload))

@@ -100,7 +100,7 @@ class DiskStore:
         return len(self._index) + len(self._pending)
 
     def set_least(self, worth: int) -> None:
-        """Content that was never used is worth this much. Call it before anything is written."""
+        """Set what content is worth that was never used. Called before anything is written."""
         self._packs.least = worth
 
     @property

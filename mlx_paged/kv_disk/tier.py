@@ -63,8 +63,8 @@ class KVDiskTier:
     own, which threads of the store write. A prompt whose next blocks are stored waits until they
     are read, unless it takes longer to read them than to compute them.
 
-    What was never used counts as much as the first block of a text, of all blocks the one worth
-    least: so a text is written from its beginning on, or not at all.
+    Content that was never used is worth as much as the first block of a text. No block is worth
+    less, so that a text is written from its beginning on, or not at all.
 
     Args:
         seconds_to_compute: predicts the time of a prompt's tokens ``[start, stop)``; 0: unknown.
@@ -141,13 +141,14 @@ class KVDiskTier:
         self.store.close()
 
     def _begin(self) -> None:
-        """A step is planned from here on."""
+        """Forget what the step before had to copy: another one is planned from here on."""
         self.leaving.clear()
         self._leaving_bytes = 0
         self._coming.clear()
         self._coming_states.clear()
 
     def _leave_early(self, num_bytes: int) -> None:
+        """Let the next step copy blocks that were registered since, up to `num_bytes` in all."""
         while self._fresh and self._leaving_bytes < num_bytes and self.store.has_room:
             group, block, key = self._fresh.popleft()
             known = self._allocator.store.prefixes[group].by_block.get(block)

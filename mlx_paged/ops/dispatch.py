@@ -64,6 +64,7 @@ def kernel_for(
 def kernel_on(
     stream: Stream | None, head_dim: int = 64, v_head_dim: int = 64
 ) -> Literal["native", "reference"]:
+    """:func:`kernel_for`, whether or not a transformation is under way."""
     if device_of(stream) == mx.cpu:
         return "native"
     metal = are_on() and not _ext.metal.unsupported(head_dim, v_head_dim)
@@ -218,6 +219,7 @@ def _take_attention(
     ragged: bool,
     options: tuple[bool, bool, bool, bool],
 ) -> bool:
+    """The answer of :func:`takes_attention` to all calls with these properties."""
     sequences, heads, length, head_dim = shape
     k, v = (_zeros((slots, 1, *sizes), form) for sizes, form in (keys, values))
     if slots == 1 and k.dtype == v.dtype and v.shape[3] < k.shape[3]:
@@ -240,8 +242,8 @@ def _take_attention(
         q = _zeros((count, heads, length, head_dim), dtype)
         if ragged:
             q, given["cu_seqlens"] = q.transpose(2, 1, 0, 3), mx.array([0, length], mx.int32)
-        arrays = q, k, v, _zeros((count, width), mx.int32), _zeros((count,), mx.int32)
-        answers.append(compiles(partial(_ext.metal.plan_attention, *arrays, **given)))
+        tables, lens = _zeros((count, width), mx.int32), _zeros((count,), mx.int32)
+        answers.append(compiles(partial(_ext.metal.plan_attention, q, k, v, tables, lens, **given)))
     return all(answers)
 
 
@@ -308,8 +310,8 @@ def _compile(plan: _Plan) -> bool:
 
 
 def _compile_wanted(plan: _Plan) -> bool:
-    """Whether the compiler takes a call as it is planned: whoever asks has another call for a
-    refusal."""
+    """Whether the compiler takes a call as it is planned. After a refusal the caller plans another
+    call."""
     return not _refused_of(plan()["launches"])
 
 

@@ -11,7 +11,7 @@ LOGGER = logging.getLogger(__name__)
 
 CACHE = "MLX's cache"
 LEAST = 1 << 20
-"""Bytes that have to come back, or the rung was none: what a process takes varies by some pages."""
+"""Bytes that a rung has to bring. Fewer count as none: a process takes some pages more or less."""
 
 
 class Rung(Protocol):
@@ -142,7 +142,7 @@ class Ladder:
         return before - self.system.footprint()
 
     def _note(self, name: str, returned: int) -> bool:
-        """Count and log what a rung has brought; returns whether it was one."""
+        """Count and log the bytes that a rung has brought; returns whether they are enough."""
         given, now = self.given[name], self.system.footprint() / 1e9
         if returned < self.least:
             given.vain += 1

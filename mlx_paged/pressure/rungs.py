@@ -3,13 +3,13 @@ memory of a step, the pool."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
-from mlx_paged.pressure.ladder import Ladder, Rung
+from mlx_paged.pressure.ladder import LEAST, Ladder, Rung
 from mlx_paged.pressure.system import Level, System
-from mlx_paged.pressure.watch import Watch, Wired
+from mlx_paged.pressure.watch import Clocks, Watch, Wired
 
 SAVE_S = 1.0
 """Seconds at most in which known blocks are copied to a disk before the pool shrinks."""
@@ -121,7 +121,8 @@ def watch(
     size: Size | None,
     save: Callable[[], bool],
     wired: Wired,
-    **options: Any,
+    clocks: Clocks | None = None,
+    least: int = LEAST,
 ) -> Watch:
     """What watches an engine's memory.
 
@@ -129,7 +130,8 @@ def watch(
         forget: see :class:`Kept`.
         size: of the pool; None: it cannot change.
         save: copies some known blocks to a disk; returns whether there are more.
-        options: `clocks` of :class:`Watch`; `least` of :class:`Ladder`.
+        clocks: None: those of the machine.
+        least: bytes that a rung has to bring.
     """
 
     def flush() -> None:
@@ -139,6 +141,5 @@ def watch(
 
     smaller, pool = SmallerChunk(chunks), None if size is None else SmallerPool(size, save)
     rungs: list[Rung] = [Kept(forget), smaller, *([] if pool is None else [pool])]
-    given = {name: options.pop(name) for name in ("least",) if name in options}
-    ladder = Ladder(flush, rungs, system, **given)
-    return Watch(system, ladder, _Grown(smaller, pool), wired, **options)
+    ladder = Ladder(flush, rungs, system, least)
+    return Watch(system, ladder, _Grown(smaller, pool), wired, clocks)

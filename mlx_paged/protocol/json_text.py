@@ -56,11 +56,6 @@ def check_fields(body: dict[str, Any]) -> None:
         raise ValueError(f"the body has {len(body)} fields: expected at most {MAX_FIELDS}")
 
 
-def can_be_written(value: Any) -> bool:
-    """Whether `value`, which a parser made of a text, can be written as JSON."""
-    return not _expected(value)
-
-
 def parse_inner(text: str) -> Any:
     """The value of a JSON text that stands in a body. Raises ValueError if the text is no JSON, or
     has more than MAX_DEPTH lists and objects within each other: templates read them with

@@ -107,8 +107,8 @@ class CompiledDecode:
     The graphs belong to a stream, as all computations of MLX do, so that another thread's stream
     traces them again.
 
-    A graph has the bits of the plain forward. Nothing is fused that the model
-    does not compile itself, and what it compiles stays as it is.
+    A graph has the bits of the plain forward. Nothing is fused that the model does not compile
+    itself, and what it compiles stays as it is.
 
     Args:
         model: its `state` is an argument of the graphs.
@@ -163,8 +163,9 @@ class CompiledDecode:
         self._ragged = set[int]()  # numbers of rows of such steps that have graphs
 
     def takes(self, batch: Batch) -> bool:
-        """Whether each row chooses a token, of decodes, or of requests with several rows,
-        which get no padding. On layers with states: of decodes whose states grow no more."""
+        """Whether a graph computes the batch. Each row chooses a token. The batch only decodes, and
+        the states that it reads grow no more; or requests have several rows, the layers have no
+        states, and no row is padding."""
         rows = len(batch.tokens)
         if not batch.samples_all or batch.layout is not Layout.ROWS:
             return False

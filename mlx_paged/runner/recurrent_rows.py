@@ -115,8 +115,8 @@ class RecurrentRows:
         try:
             if not runs:
                 return module(*args, **kwargs)
-            more = own.indices, runs[-1].stop, args, kwargs
-            found = [_computed(module, run, *more) for run in runs]
+            num_rows = runs[-1].stop
+            found = [_computed(module, run, own.indices, num_rows, args, kwargs) for run in runs]
             return found[0] if len(found) == 1 else tree_map(_joined(0), *found)
         finally:
             own.runs = runs

@@ -223,7 +223,7 @@ class RecurrentStates:
         return self.arrays(waiting) + stored
 
     def _stored_now(self) -> list[mx.array]:
-        """Store the states in 8 bits that are to be; returns the new arrays."""
+        """Store the states that wait for it in 8 bits; returns the new arrays."""
         waiting, self._to_store = self._to_store, set[int]()
         arrays = list[mx.array]()
         for state_id in waiting:

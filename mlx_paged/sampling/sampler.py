@@ -257,7 +257,7 @@ def _allowed(
 
 
 def _is_forced(words: npt.NDArray[np.uint32]) -> bool:
-    """Whether these words have one bit."""
+    """Whether one bit of these words is set: one token may follow."""
     found = words[np.flatnonzero(words)]
     return len(found) == 1 and int(found[0]).bit_count() == 1
 

@@ -54,7 +54,8 @@ class NgramDrafter:
 
 
 class Shares:
-    """Guesses, and right ones: in short runs, long ones, behind an edit; old ones count less."""
+    """Numbers of guesses and of right ones, by kind: in a short run, in a long run, behind an edit.
+    Old guesses count less."""
 
     def __init__(self, right: float, guesses: float) -> None:
         self.right, self.guesses = [right] * 3, [guesses] * 3
@@ -88,7 +89,8 @@ class _Source:
 
     @property
     def share(self) -> float:
-        """Of the guesses in such a run that are right: the request's own, and those of all."""
+        """The part of guesses of the present kind that are right: of the request's own and, with
+        weight `PRIOR`, of all requests'."""
         kind, own, overall = self._kind, self._own, self._overall
         prior = PRIOR * overall.right[kind] / overall.guesses[kind]
         return (own.right[kind] + prior) / (own.guesses[kind] + PRIOR)

@@ -25,6 +25,7 @@ class Places:
     later forks. They lose their blocks before any running request is preempted.
 
     Attributes:
+        clock: seconds, for all times of requests and steps; the engine has the same.
         prefetch: brings K/V from beyond the pool for requests, which may wait for it.
     """
 
@@ -41,7 +42,7 @@ class Places:
         # Blocks that stay free when a request is admitted while others run. Without them the next
         # steps would preempt the request. At least one block for each running request stays free.
         watermark: int = 0,
-        clock: Callable[[], float] = time.perf_counter,  # of the engine, too
+        clock: Callable[[], float] = time.perf_counter,
         scores: bool = True,  # whether the runner can compute log-probabilities of prompt tokens
     ) -> None:
         self.allocator = allocator
@@ -121,6 +122,11 @@ class Places:
         alive = [request for request in held if not request.finish_reason]
         needed = [self.allocator.max_blocks(request.max_kv_tokens) for request in alive]
         return min(self.allocator.num_blocks, max(needed, default=self.allocator.max_blocks(1)))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, at present."""
+        return self.allocator.num_blocks
 
     @property
     def blocks_in_use(self) -> int:

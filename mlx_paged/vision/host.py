@@ -289,7 +289,7 @@ class SeeingModel(HostedModel):
         return found
 
     def _embeddings(self, batch: Batch, image_rows: Sequence[_ImageRows]) -> dict[str, Any]:
-        """Arguments for the features of the batch's tokens of pictures."""
+        """The model's arguments by which the tokens of pictures have the pictures' features."""
         index = np.arange(len(batch.tokens))
         parts: list[Features] = []
         num_seen = 0
@@ -319,7 +319,8 @@ class SeeingModel(HostedModel):
         return found
 
     def _features(self, spans: ImageSpans, first: int, last: int) -> tuple[list[Features], int]:
-        """The features of the pictures from one number to another, and the first one's number."""
+        """The features of the pictures that have features number `first` to `last`, and the number
+        of the first of these pictures' features."""
         low, high = np.searchsorted(spans.first, [first, last], side="right") - 1
         pictures = spans.pictures[low : high + 1]
         return [self.pictures.of(picture) for picture in pictures], int(spans.first[low])

@@ -117,7 +117,7 @@ def test_a_request_keeps_its_version(folders, alone):
     assert done[first].adapter_version == before != done[second].adapter_version
     engine.settle()
     gc.collect()
-    assert engine._models.adapters.num_alive == 0
+    assert not engine._models.adapters._alive
 
 
 def test_adapters_are_evicted_by_use_and_read_again(folders, alone):
@@ -363,7 +363,7 @@ def held_memory(engine):
     """What adapters may leave in the process."""
     gc.collect()
     own = engine._models.adapters
-    counts = {"named": len(own.named), "alive": own.num_alive, "read": len(own._waiting)}
+    counts = {"named": len(own.named), "alive": len(own._alive), "read": len(own._waiting)}
     counts |= {"stacks": len(own._stacks), "reserved": ops.reserved_bytes()}
     counts["objects"] = sum(isinstance(each, store.Adapter) for each in gc.get_objects())
     return counts | {"finalizers": len(weakref.finalize._registry), "mlx": mx.get_active_memory()}
@@ -444,5 +444,5 @@ def test_random_adapters_loads_and_unloads(seed, folders, alone):
         engine.unload_adapter(name)
     engine.settle()
     gc.collect()
-    assert engine._models.adapters.num_alive == 0
+    assert not engine._models.adapters._alive
     assert engine.manager.blocks_in_use == 0

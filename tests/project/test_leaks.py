@@ -96,7 +96,7 @@ WRITERS = {
 
 INTERNALS = {
     "private": 0,
-    "scheduler": 2,
+    "scheduler": 0,
     "allocator": 37,
 }
 """Reads of another room's internals: underscores, the scheduler's, the allocator's."""
