@@ -21,15 +21,17 @@ def folders_in(root, name):
         write_adapter(root / f"a{index}", arrays, rank=rank)
 
 
-def results_of(root, name, scenarios):
-    """What two ranks found, after the tokens of each request were compared with mlx-lm's."""
+def results_of(root, name, scenarios, num_ranks=2):
+    """What ranks found, after the tokens of each request were compared with mlx-lm's."""
     folders_in(root, name)
-    first, second = ended(two_ranks([*SCRIPT, name, str(root), *scenarios]))
-    assert first[2] == second[2] == 0, first[1] + second[1]
-    assert first[1].count(RECOVERED) == second[1].count(RECOVERED)
+    arguments = [*SCRIPT, name, str(root), *scenarios]
+    first, *others = ended(two_ranks(arguments, num_ranks=num_ranks))
+    for other in others:
+        assert first[2] == other[2] == 0, first[1] + other[1]
+        assert first[1].count(RECOVERED) == other[1].count(RECOVERED)
     found, differing = json.loads(first[0]), 0
     for each in found.values():
-        assert each["ranks"] == 2 and each["leaks"] == 0
+        assert each["ranks"] == num_ranks and each["leaks"] == 0
         for got in each["found"]:
             if got["error"] is not None:
                 continue
@@ -79,3 +81,37 @@ def test_factors_that_leave_the_memory_come_again_and_changed_files_end_their_re
     changed, missing = (got["error"] for got in each["found"] if got["error"] is not None)
     assert "adapter a0" in changed and "has changed" in changed
     assert "adapter a0" in missing and "adapters.safetensors" in missing
+
+
+@pytest.mark.slow
+def test_four_ranks_have_four_parts(tmp_path):
+    results_of(tmp_path, "llama:4", ["mixed"], num_ranks=4)
+
+
+FAILING = """
+import sys
+from mlx_paged.runner import ranks
+from mlx_paged.runner.low_rank_stacks import RankStacks
+from tests.support.engine import adapter_rank_runs
+put, calls = RankStacks.put, []
+def failing(self, *given):
+    calls.append(given)
+    if len(calls) == 2 and ranks.rank() == int(sys.argv[1]):
+        raise MemoryError("planted")
+    return put(self, *given)
+RankStacks.put = failing
+adapter_rank_runs.main(*sys.argv[2:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_put_factors_into_memory_ends_the_run_with_one_error(rank, tmp_path):
+    """It does not leave the others in a sum."""
+    folders_in(tmp_path, "llama")
+    arguments = ["-c", FAILING, str(rank), "llama", str(tmp_path), "mixed"]
+    first, second = ended(two_ranks(arguments))
+    reason = ("a step failed (MemoryError: planted)", "rank 1 failed: planted")[rank]
+    assert f"mlx_paged: error: {reason}: every request ends" in first[1]
+    assert (first[1] + second[1]).count("mlx_paged: error:") == 1
+    assert first[2] == second[2] == 1

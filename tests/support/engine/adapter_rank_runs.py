@@ -102,6 +102,11 @@ def mixed(run: Run, root: Path) -> None:
     run.add(PROMPTS[4], "a1", "a3")
     run.step()
     assert running in run.done
+    ended = run.add(PROMPTS[5], "a1", "a3", max_tokens=30)
+    run.step(5)
+    engine.update_adapter("a1", arrays, scale=4.0, end_requests=True)
+    run.step()
+    assert run.done[ended].finish_reason == "abort"
     run.fork(kept, [4])
     run.fork(kept, [9, 9])
     run.step()
