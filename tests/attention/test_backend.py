@@ -60,7 +60,7 @@ def test_the_device_is_asked_once_for_each_kind_of_call(monkeypatch, asked_again
     assert set(calls) == {"attend"} and len(calls) == 3 * 2  # a look-up in each layer
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.heavy
 @pytest.mark.parametrize("refused", ["paged_attention", "write_kv"])
 def test_a_refusal_is_kept_too(refused, monkeypatch, asked_again):
     half = HalfModel("llama", num_hidden_layers=2)

@@ -112,6 +112,7 @@ def test_compiled_decodes_give_mlx_lms_tokens(model_type, count, monkeypatch):
     assert families(metal)["paged_attention"] + families(metal)["matrix_attention"] > 0
 
 
+@pytest.mark.heavy
 def test_compiled_decodes_share_prefixes(monkeypatch):
     """A graph with the launch for keys that sequences share, of which the threadgroups find none
     in the graph of other steps."""

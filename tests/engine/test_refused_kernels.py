@@ -202,6 +202,7 @@ def test_gathering_compiles_no_attention(monkeypatch):
     assert kernels and not any(name.startswith(ATTENTION) for name in kernels)
 
 
+@pytest.mark.heavy
 def test_ragged_steps_need_few_pipelines(monkeypatch):
     """Those that an engine dispatches, and no others but kernels of four simdgroups, which take
     calls of many threadgroups; of shared keys those for many sequences."""

@@ -118,7 +118,7 @@ def test_wrong_arguments_are_refused():
             refused()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
 def test_every_build_passes_these_tests(build, pytestconfig):
     cases = pytestconfig.getoption("--cases")

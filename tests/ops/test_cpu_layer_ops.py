@@ -293,7 +293,7 @@ def test_empty_and_tiny_arrays(shape):
     assert layers.rope(mx.zeros((0, 2, 8)), 0, mx.ones(2)).shape == (0, 2, 8)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_build_passes_these_tests(build, pytestconfig):
     assert_build_passes(

@@ -229,7 +229,7 @@ for dtype in mx.float32, mx.float16, mx.bfloat16:
     assert same == [[True, True], [True, False], [False, False]]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
 def test_every_build_passes_these_tests(build, pytestconfig):
     cases = pytestconfig.getoption("--cases")

@@ -262,7 +262,7 @@ def test_arguments_stay_as_they_are(kind):
     assert bits_of(*arrays) == before
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
 def test_every_build_passes_these_tests(build, pytestconfig):
     cases = pytestconfig.getoption("--cases")

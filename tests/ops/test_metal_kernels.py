@@ -125,6 +125,7 @@ class TestAttention:
         assert_matches_float64(any_metal, case)
         assert any_metal.trace.kernels[1:] == ["merge_splits_float_v512"]
 
+    @pytest.mark.heavy
     def test_weights_over_latents(self, metal):
         case = latent_case([45, 1], 512, 64, num_heads=3, num_tokens=2, spare_columns=0)
         out, attn = run(metal, case, return_attn=True)
@@ -142,6 +143,7 @@ class TestAttention:
         assert_matches_float64(metal, case)
         assert metal.trace.kernels == [f"paged_attention_float_float_d64_v64_r{rows}_s8"]
 
+    @pytest.mark.heavy
     @pytest.mark.parametrize("num_tokens", [2, 5], ids="L{}".format)
     def test_several_rows_of_a_sequence_are_causal_by_position(self, metal, num_tokens):
         assert_matches_float64(metal, random_case([45, 16, 3], num_tokens=num_tokens, num_heads=6))

@@ -255,7 +255,7 @@ def test_nothing_outside_the_pool_is_read(kv_bits, spoil, num_tokens, window):
     assert_like_float64(kv_bits, case, expected, kernel)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.heavy
 @every_format
 def test_infinite_scales_do_not_reach_rows_that_do_not_see_them(kv_bits):
     """Only the last row of a chunk sees the last key, whose scales are no numbers."""

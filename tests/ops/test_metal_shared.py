@@ -113,6 +113,7 @@ class TestTrees:
         case = few([common + 1, common + 16, common + 17, 700, common + 40])
         assert_matches_float64(metal, case, same_first_blocks(case, common // 16))
 
+    @pytest.mark.heavy
     def test_contexts_that_end_within_the_shared_keys(self, metal):
         """The last shared block is not full: each row sees its own context's keys."""
         case = few([600, 590, 595, 592], block_size=16)
@@ -275,6 +276,7 @@ class TestWhen:
         with_them = self.launches(case, shared_prefixes=mx.zeros((2, 2), mx.int32), **ragged)
         assert with_them == self.launches(case, **ragged)
 
+    @pytest.mark.heavy
     def test_a_compiler_may_refuse_it(self, monkeypatch):
         """Then the same call is made without the argument."""
         case = few([900, 800, 700])

@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 CASES = """
 import pytest
 @pytest.mark.parametrize("number", range(13))
@@ -28,25 +26,30 @@ SAMPLE = {"test_many": 2, "test_five": 1, "test_few": 4, "test_sampled": 1}
 OTHERS = {"test_many": 11, "test_five": 4, "test_sampled": 2, "test_slow": 1, "test_heavy": 1}
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], SAMPLE),
-        (["--cases", "all"], ALL),
-        (["--cases", "others"], OTHERS),
-        (["--cases", "others", "--one-in", "10000000"], {}),
-        (["--cases", "others", "--one-in", "20"], {"test_heavy": 1}),
-    ],
-    ids=["sample", "all", "others", "few of the others", "all heavy ones"],
-)
-def test_cases_that_run(flags, expected, pytestconfig, tmp_path):
+RUNS = {
+    "sample": ([], SAMPLE),
+    "all": (["--cases", "all"], ALL),
+    "others": (["--cases", "others"], OTHERS),
+    "few of the others": (["--cases", "others", "--one-in", "10000000"], {}),
+    "all heavy ones": (["--cases", "others", "--one-in", "20"], {"test_heavy": 1}),
+}
+
+
+def test_cases_that_run(pytestconfig, tmp_path):
+    """One process collects the cases of all runs: it imports the package once."""
     (tmp_path / "test_cases.py").write_text(CASES)
     conftest = pytestconfig.rootpath / "tests" / "conftest.py"
     (tmp_path / "conftest.py").write_text(conftest.read_text())
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
-    command += ["--rootdir", ".", "--seed", "b", *flags, "."]
+    common = ["-q", "--collect-only", "-p", "no:cacheprovider", "--rootdir", ".", "--seed", "b"]
+    code = "import pytest"
+    for name, (flags, _) in RUNS.items():
+        code += f"\nprint('run {name}')\npytest.main({[*common, *flags, '.']})"
     environment = os.environ | {"PYTHONPATH": str(pytestconfig.rootpath)}
+    command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if "::" in line]
-    counts = {name: sum(f"::{name}" in line for line in found) for name in ALL}
-    assert {name: count for name, count in counts.items() if count} == expected, done.stdout
+    _, *pages = done.stdout.split("run ")
+    for page, (name, (_, expected)) in zip(pages, RUNS.items(), strict=True):
+        assert page.startswith(name)
+        found = [line for line in page.splitlines() if "::" in line]
+        counts = {test: sum(f"::{test}" in line for line in found) for test in ALL}
+        assert {test: count for test, count in counts.items() if count} == expected, page
