@@ -93,7 +93,7 @@ FRACTIONS = {"moved": 2, "asked": 2, "barriers": 2}
 
 HEADER = f"""# What the Metal decode kernels do
 
-This page compares the work of three kernels that attend: this package's (`paged`), MLX's own and
+This page compares the work of three attention kernels: this package's (`paged`), MLX's and
 llama.cpp's. It counts bytes, instructions and registers. An emulator on Linux
 (`tests/metal_emulator`) ran the kernels. **Nothing here was measured on a GPU.**
 
@@ -149,8 +149,8 @@ allow fewer. A decode of fewer than 64 threadgroups has eight simdgroups in each
 
 The tables have the kernels that MLX 0.32.4 launches. MLX takes two passes if there are fewer KV
 heads than query heads and 4,096 keys or more. On a Max or an Ultra it always takes two passes from
-1,024 keys on. Else it takes one. The first of two passes splits the keys of a KV head among
-threadgroups; the name of the kernel says among how many. For groups of eight, D 64 or 128 and 8,192
+1,024 keys on. Otherwise it takes one. The first of two passes splits the keys of a KV head among
+threadgroups; the name of the kernel has their number. For groups of eight, D 64 or 128 and 8,192
 keys or more, a simdgroup of this pass uses a key for several query heads ("shared"). These rules
 are those of the source of 0.32.2. For groups of four they are also those of the machine code of the
 0.32.4 library for macOS.
@@ -166,8 +166,8 @@ value is loaded. The decode kernel takes latents for one query head, for float32
 that the other kernel lacks. It asks for 1.89 of a latent for each query head, as key and as value.
 
 llama.cpp's `kernel_flash_attn_ext_vec` is that of August 2025, which does not split keys among
-threadgroups. It gets float32 queries, as it demands. Its lanes rely on going in step, which the
-emulator reports as races. So it runs with more barriers of simdgroups than its source has.
+threadgroups. It gets float32 queries, as it requires. Its lanes rely on lockstep execution,
+which the emulator reports as races. Therefore it runs with more simdgroup barriers than its source.
 """
 
 

@@ -228,13 +228,13 @@ keys that they leave, so a window's plan does not grow with the context.
   the counts saw "beyond 400" on an M2 Pro. {LAUNCH} us is a launch that waits for the one before:
   [mlx #4521](https://github.com/ml-explore/mlx/issues/4521) has 3,200 of them in 7.7 ms.
 - A simdgroup of this package's kernels has up to {IN_FLIGHT:,} bytes in flight, one of MLX's in one
-  pass a key and a value, in the first of two passes four of each. MLX's many simdgroups ask again
-  for what others have asked for: their number is not the measure.
+  pass a key and a value, in the first of two passes four of each. MLX's many simdgroups request
+  the same bytes again: their number is not a measure.
 - Dependent loads: the context's length and the entry of the block table come before the keys. MLX
   has neither. The merge waits for the length, the sums and the outputs of the splits; MLX's second
   pass for the sums and the outputs.
-- The model knows nothing of cycles: see the other model in the counts. It knows no cache, and no
-  other launch that runs at the same time.
+- The model ignores cycles: see the other model in the counts. It also ignores caches and other
+  launches that run at the same time.
 
 Microseconds of one layer's call, this package's and MLX's for the same keys without padding. Where
 this package's are more, the term is named that is longest beside MLX's: `chain` are the dependent

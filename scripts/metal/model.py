@@ -149,8 +149,8 @@ https://9to5mac.com/2021/10/18/apple-unveils-next-generation-m1-pro-and-m1-max-c
 15. Chips and Cheese, "A Brief Look at Apple's M2 Pro iGPU":
     https://chipsandcheese.com/2023/10/31/a-brief-look-at-apples-m2-pro-igpu/
 
-Microseconds of one call, that is of one layer; * where cycles are the larger term throughout. With
-its occupancy goes what limits it, unless that is the number of threads.
+Microseconds of one call, that is of one layer; * where cycles are the larger term throughout. Each
+occupancy is followed by its limit, unless that is the number of threads.
 """
 
 MODELLED = (128, (4, 8))

@@ -45,8 +45,8 @@ these if a lane has 128. For keys of 6 and values of 4 bits it spills none at D 
 30 at D 256. The decode kernel spills none in any of these formats, up to D 128 and groups of four.
 
 Mesa's compiler is not Apple's. It waits at the end of every block. It computes no value a second
-time to save a register. Each function of a simdgroup is one instruction for it. It knows nothing of
-the M3 and later chips, and nothing of memory.
+time to save a register. Each function of a simdgroup is one instruction for it. It does not
+model the M3 and later chips, or memory.
 
 These figures lead to an estimate of the share of the bandwidth that a decode could use at D 128,
 with four rows and enough threadgroups. A core of an M1 has room for 512 threads with up to 104
