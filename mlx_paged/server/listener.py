@@ -25,6 +25,26 @@ REST_S = 10.0  # for the rest of a body whose request is answered
 WRITE_S = 30.0  # in which a client reads the buffers of its connection
 SPARE_FILES = 64  # connections above the limit that get an answer, 503
 ACCEPTED = 32  # connections at a time: asyncio accepts so many before it closes any of them
+FREE_CHUNKS = 4096  # of a body, which may have any size
+CHUNK_BYTES = 16  # that the chunks of a body with more of them have on average
+
+
+class Parser(h11.Connection):
+    """Refuses bodies of tiny chunks. Each chunk keeps the event loop busy for microseconds, and all
+    that one read of the socket brings come at once."""
+
+    _num_chunks = _num_bytes = 0  # of the body
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > max(FREE_CHUNKS, self._num_bytes // CHUNK_BYTES):
+                raise h11.RemoteProtocolError("the chunks are too small")
+        return event
 
 
 class Connection(H11Protocol):
@@ -35,6 +55,10 @@ class Connection(H11Protocol):
     head_timer: asyncio.TimerHandle | None = None
     rest_timer: asyncio.TimerHandle | None = None
     unread_since: float | None = None  # when the client last read all, or a buffer of it
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn = Parser(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -53,6 +77,17 @@ class Connection(H11Protocol):
         elif not is_head and self.head_timer is not None:
             self.head_timer.cancel()
             self.head_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, unless an answer has begun. What the application answers later
+        goes nowhere: uvicorn would raise, in the application or in asyncio."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

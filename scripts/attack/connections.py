@@ -143,10 +143,24 @@ def bursts(
     return len(_sent(port, stack, contents)), []
 
 
+def tiny_chunks(
+    rng: random.Random, target: Target, port: int, stack: ExitStack
+) -> tuple[int, list[socket.socket]]:
+    """Bodies of chunks of a byte, with a key and without."""
+    head = post(COMPLETIONS, b"", rng.choice((target.key, "none")))
+    head = head.replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
+    body = b"1\r\n \r\n" * rng.choice((5000, 100_000))
+    wires = _sent(port, stack, [head] * rng.randint(2, 8))
+    for wire in wires:
+        _send(wire, body)
+    return len(wires), wires
+
+
 FLOODS: dict[str, Flood] = {
     each.__name__: each
     for each in (
         *(slow_readers, unfinished_bodies, slow_bodies, unfinished_heads, disconnects, bursts),
+        tiny_chunks,
     )
 }
 """By name."""

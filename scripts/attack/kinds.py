@@ -258,15 +258,16 @@ def headers(rng: random.Random, target: Target) -> Request:
         bytes(rng.randrange(256) for _ in range(500)) + b"\r\n\r\n",
         good.replace(b"POST ", b"POST  "),
         b"GET " + b"/a" * 40_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
-        _chunked(target, rng.choice((b"zz", b"-5", b"f" * 20, b"5;x=" + b"y" * 9000))),
+        _chunked(rng.choice((target.key, "none")), rng.choice(BAD_CHUNKS)),
     )
     return Request(rng.choice(raws), is_http=False, patience=3.0, may_leave=True)
 
 
-def _chunked(target: Target, size: bytes) -> bytes:
-    raw = post(COMPLETIONS, b"", target.key).replace(
-        b"Content-Length: 0", b"Transfer-Encoding: chunked"
-    )
+BAD_CHUNKS = b"zz", b"-5", b"f" * 20, b"5;x=" + b"y" * 9000, b"1\r\n{\r\nzz"
+
+
+def _chunked(key: str, size: bytes) -> bytes:
+    raw = post(COMPLETIONS, b"", key).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
     return raw + size + b"\r\nhello\r\n0\r\n\r\n"
 
 

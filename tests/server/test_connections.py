@@ -3,10 +3,12 @@
 import gzip
 import http.client
 import json
+import logging
 import socket
 
 import pytest
 
+from mlx_paged.server import listener
 from tests.support.commands.server_harness import TIMEOUT, exchange, live, post
 
 pytest_plugins = ["tests.support.commands.server_fixtures"]
@@ -45,6 +47,36 @@ def test_a_body_may_come_in_chunks(server):
     head = f"POST /v1/completions HTTP/1.1\r\n{CLOSE}{JSON}Transfer-Encoding: chunked\r\n\r\n"
     answer = raw_answer(server, (head + chunks).encode())
     assert answer.startswith(b"HTTP/1.1 200 ") and b"text_completion" in answer
+
+
+CHUNKED = f"Host: localhost\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_body_of_many_tiny_chunks_is_refused(server):
+    """Each chunk takes as long as kilobytes, and the event loop takes all that come at once."""
+    head = f"POST /v1/completions HTTP/1.1\r\n{CHUNKED}".encode()
+    few, tiny = b"1\r\n \r\n", listener.FREE_CHUNKS * b"1\r\n \r\n"
+    large = b"10000\r\n" + b" " * 65536 + b"\r\n"
+    body = f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n".encode()
+    close = head.replace(b"Host", b"Connection: close\r\nHost")
+    assert raw_answer(server, head + tiny + few).startswith(b"HTTP/1.1 400 ")
+    assert raw_answer(server, close + large + tiny + body).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("pause", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("path", ["/health", "/v1/completions"])
+def test_a_bad_chunk_around_an_answer_raises_nothing(server, caplog, path, pause):
+    """The answer of the application comes after that of the parser, or the other way round."""
+    head, bad = f"GET {path} HTTP/1.1\r\n{CHUNKED}".encode(), b"zz\r\n"
+    with socket.create_connection(server.address, TIMEOUT) as connection:
+        connection.sendall(head if pause else head + bad)
+        assert connection.recv(12).startswith(b"HTTP/1.1 ")
+        if pause:
+            connection.sendall(bad)
+        while connection.recv(1 << 16):
+            pass
+    assert exchange(server, "GET", "/health")[0] == 200
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
 def test_a_stream_comes_in_chunks_whose_end_a_client_sees(server):
