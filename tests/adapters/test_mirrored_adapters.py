@@ -98,3 +98,13 @@ def test_a_plan_has_the_variants_of_spans_and_forks():
 def test_a_mirror_that_was_told_nothing_computes_nothing():
     with pytest.raises(AssertionError, match="has not sent"):
         Mirror(divided(build("llama"), 1))._placed({3: Numbered(3)})
+
+
+def test_an_adapter_of_layers_that_are_divided_in_an_unknown_way_is_refused_by_name():
+    sizes = {"num_key_value_heads": 1}  # which mlx-lm repeats
+    store = AdapterStore(divided(build("qwen3_5", **sizes), 0), 10**9)
+    arrays = random_arrays(build("qwen3_5", **sizes), 0)
+    with pytest.raises(ValueError, match=r"self_attn\.k_proj\.lora_a belongs to no linear layer"):
+        store.load_arrays("one", arrays, 2.0)
+    arrays = {name: each for name, each in arrays.items() if ".mlp." in name}
+    assert store.load_arrays("one", arrays, 2.0).num_bytes > 0
