@@ -1,5 +1,8 @@
 """Factors that are read from files are those that MLX reads, and so are their bytes."""
 
+import json
+from itertools import accumulate, pairwise
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -12,13 +15,19 @@ from mlx_paged.tensor_files import header
 from tests.support.models.adapters import random_arrays, write_adapter
 from tests.support.models.architectures import build
 
-FILE_TYPES = mx.float32, mx.float16, mx.bfloat16, mx.float64
+FILE_TYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.float64: "F64"}
+"""MLX itself writes no float64."""
 DTYPES = mx.float32, mx.float16, mx.bfloat16
 
 
 def stored_in(path, arrays, **of):
     """A file with these arrays, and their tensors as `read_factors` takes them."""
-    mx.save_safetensors(str(path), arrays)
+    contents = [np.array(array.view(mx.uint8)).tobytes() for array in arrays.values()]
+    ends, head = [0, *accumulate(map(len, contents))], {}
+    for (name, array), place in zip(arrays.items(), pairwise(ends), strict=True):
+        head[name] = {"dtype": FILE_TYPES[array.dtype], "shape": array.shape, "data_offsets": place}
+    written = json.dumps(head).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + b"".join(contents))
     entries = [header(path)[0][name] for name in arrays]
     form = of.get("transposes", False), of.get("scale", 1.0), of.get("dtype", mx.float32)
     return [(e.begin, e.dtype, e.shape, *form) for e in entries]
