@@ -74,8 +74,9 @@ class StepPipeline(Generic[LaunchedT]):
     While the device computes a step, the host schedules and launches the next step. The inputs of
     the next step are the tokens that the device is still choosing. If one of these tokens ends its
     request, the next step computes one token too many, which is dropped. The blocks of that request
-    are free at once, because the device computes steps in order. A step with drafts is read before
-    the next one is scheduled, and so is one with K/V from a disk: its requests have waited already.
+    are free at once, because the device computes steps in order. A step is read before the next one
+    is scheduled if the next one depends on its tokens (`Decoding.reads_first`), or if it has
+    K/V from a disk: its requests have waited already.
 
     To begin a step can take nearly as long as the step: MLX returns when only few of its tasks are
     left to do. So a step with a chunk is held back: its graph is built and its first layers begin,
@@ -95,7 +96,7 @@ class StepPipeline(Generic[LaunchedT]):
         self.observers = observers
         self.pause: Pause = NoPause()  # keeps a step from being launched ahead now and then
         self._under_way: _UnderWay[LaunchedT] | None = None
-        self._last: dict[int, SampledToken] = {}  # choice of each request, if there are drafts
+        self._last: dict[int, SampledToken] = {}  # of each request that may get several
         self._thread: int | None = None  # that called `advance` last to look ahead
         self._calls_of_thread = 0  # in a row, after the first one
         # So many, before a step is launched ahead: a step that another thread launched may be lost.

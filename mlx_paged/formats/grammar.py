@@ -153,7 +153,8 @@ def _parameter(
 
 
 def _text(marks: Marks, rule: str, choices: Sequence[Any], end: str, lark: str | None) -> list[str]:
-    """The rules of a text, which may have a grammar, and of the `end` after it."""
+    """The rules of a text and of the `end` after it. The text follows the grammar `lark`. If
+    that is None, the text is one of `choices`, provided all of them are strings, or else any."""
     if lark is not None:
         return [f"{rule}: {rule}_g {marks.lark(end)}", _nested(f"{rule}_g", lark)]
     if choices and all(isinstance(choice, str) for choice in choices):

@@ -116,13 +116,14 @@ _limits = _Limits()
 class HeldLimits:
     """Limits of MLX, until `holder` dies or :attr:`release` is called.
 
-    MLX keeps at most `cache` bytes of freed buffers. If `wired`, the wired limit is what Metal
-    recommends.
-    The release of the last object of this class restores both limits. When the last `holder` dies,
-    MLX gives back the freed buffers that MLX keeps. An owner has `holder` as the last attribute, so
-    that `holder` dies after the owner's arrays. `holder` is an array of numpy, because the garbage
-    collector does not track arrays of numpy and so cannot free `holder` earlier. :attr:`cache` is
-    ``min(cache, former limit)``."""
+    MLX keeps at most `cache` bytes of freed buffers, and no more than before: :attr:`cache` is
+    ``min(cache, former limit)``. If `wired`, the wired limit is what Metal recommends. The release
+    of the last object of this class restores both limits.
+
+    When the last `holder` dies, MLX gives back the freed buffers that it keeps. An owner has
+    `holder` as the last attribute, so that `holder` dies after the owner's arrays. `holder` is an
+    array of numpy, because the garbage collector does not track arrays of numpy and so cannot free
+    `holder` earlier."""
 
     def __init__(self, cache: int, wired: bool = False) -> None:
         self._number, self.cache = _limits.hold(cache, wired)

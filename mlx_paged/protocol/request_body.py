@@ -136,14 +136,22 @@ MAX_BIASES = 1 << 16  # entries of `logit_bias`, whose keys become integers
 
 def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
     """The known fields with defaults for missing ones, and the names of fields that are ignored.
-    `user` becomes the name of the client's user, or "".
-    `constraint` becomes what the text must follow, as an option of SamplingParams, `constrained_by`
-    the name of the field that asks for it; `must_call`
-    whether a tool must be called, and `tool_name` which one, or None; `allowed` the
-    names that may be called, or None; `prompt` a list of texts and
-    lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` whether entries
-    are wanted, `best_of` how many are generated. Fields of SAMPLING have no default. Raises
-    ValueError, which names the field, if one cannot be obeyed."""
+
+    Fields of SAMPLING have no default. These fields are not as the client sends them:
+
+    - `user`: the name of the client's user, or "".
+    - `constraint`: what the text must follow, as an option of SamplingParams.
+    - `constrained_by`: the name of the field that asks for `constraint`.
+    - `must_call`: whether a tool must be called.
+    - `tool_name`: the tool that must be called, or None.
+    - `allowed`: the names of tools that may be called, or None.
+    - `prompt`: a list of texts and lists of token ids.
+    - `stop`: a list.
+    - `logit_bias`: numbers by token id.
+    - `logprobs`: whether entries are wanted.
+    - `best_of`: how many choices are generated.
+
+    Raises ValueError, which names the field, if one cannot be obeyed."""
     check_fields(body)
     rules = BOTH | (CHAT if is_chat else TEXT)
     fields, unknown = {name: default for name, (default, *_) in rules.items()}, []

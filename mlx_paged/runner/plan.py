@@ -18,7 +18,7 @@ from mlx_paged.scheduler.step import Span, Step
 DIGEST_BYTES = 16
 
 VERSION = 5
-"""Of the frames between ranks. The first frame of rank 0 names it."""
+"""The version of the frames between ranks. The first frame of rank 0 names it."""
 
 
 class DigestMismatch(RuntimeError):
