@@ -172,10 +172,12 @@ class Forward:
             self._runs[heads] = tables, head_runs(tables, heads)
         return self._runs[heads][1]
 
-    def mask(self, columns: int, sees: Causal) -> mx.array:
+    def mask(self, columns: int, sees: Causal) -> mx.array | None:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
-        row see."""
+        row see. None: one token, which sees all of them."""
         positions = self.positions
+        if positions.size == 1 and sees.is_full and not self.is_traced:
+            return None
         if columns != self.columns:
             stops = mx.array(self.next_offset).reshape(-1, 1)
             positions = stops - columns + mx.arange(columns)
@@ -260,7 +262,7 @@ class LayerView(AttendingCache):
         wanted = block_ids[None], num_tokens
         return self.pool.read(self.layer, lambda a: ops.gather_blocks(a, *wanted), as_written=True)
 
-    def mask(self, columns: int, sees: Causal) -> mx.array:
+    def mask(self, columns: int, sees: Causal) -> mx.array | None:
         return self.forward.mask(columns, sees)
 
     def attend(self, query: Query) -> mx.array | None:

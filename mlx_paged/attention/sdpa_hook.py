@@ -54,18 +54,20 @@ class AttendingCache:
         None: ask :meth:`attend`."""
         return None
 
-    def mask(self, columns: int, sees: Causal) -> mx.array:
-        """The mask that attention of `columns` tokens over the gathered arrays needs."""
+    def mask(self, columns: int, sees: Causal) -> mx.array | None:
+        """The mask that attention of `columns` tokens over the gathered arrays needs; None: each
+        token sees all of them."""
         raise NotImplementedError
 
     def make_mask(
         self, N: int, return_array: bool = False, **limits: int | None
     ) -> mx.array | str | None:
-        """The mask of N tokens, as models ask for it. By `limits`, arguments of
-        :meth:`Causal.limited`, a query may see fewer keys than the layer's."""
-        has_limits = any(limit is not None for limit in limits.values())
-        sees = self.sees.limited(**limits) if has_limits else self.sees
-        return CausalMask.of(self.mask(N, sees), sees=sees)
+        """The mask of N tokens, as models ask for it; None, as in mlx-lm, if it hides nothing. By
+        `limits`, arguments of :meth:`Causal.limited`, a query may see fewer keys than the layer's.
+        """
+        sees = self.sees if {*limits.values()} <= {None} else self.sees.limited(**limits)
+        mask = self.mask(N, sees)
+        return None if mask is None else CausalMask.of(mask, sees=sees)
 
 
 class TaggedArray(mx.array):

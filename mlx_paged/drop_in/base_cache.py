@@ -165,9 +165,12 @@ class PagedCache(AttendingCache, _BaseCache):
     # A forward
 
     def _step_of_layers_before(self, columns: int) -> PaddedBatch | None:
-        """The step of a forward of so many columns, if another layer has begun it."""
+        """The step of a forward of so many columns without right padding, if another layer has
+        begun it. Its starts are then the same tuple as this layer's, not an equal one."""
         step = self.rows[0].step if self.rows and self._remaining is None else None
-        is_same = step is not None and step.spans_from(self.ids, self.starts, columns)
+        if step is None or step.spans.starts is not self.starts or not step.valid:
+            return None
+        is_same = step.spans.columns == columns and step.spans.is_full and step.ids == self.ids
         return step if is_same else None
 
     def _spans(self, columns: int) -> PaddedSpans:
@@ -199,10 +202,11 @@ class PagedCache(AttendingCache, _BaseCache):
             )
         with self.layer.pool.lock:
             step = self._step_of_layers_before(columns)
-            if step is None or not self.layer.is_written:
+            if step is None or self._latest is None:
                 self.layer.check(keys, values)
             if step is None:
-                step = self.layer.pool.step(self.rows, self.ids, self._spans(columns))
+                spans = PaddedSpans.of(self.starts, columns, self._remaining)
+                step = self.layer.pool.step(self.rows, self.ids, spans)
             view = self._latest = self._view_of(step)
             handles = view.append(keys, values)
             if handles is None:

@@ -88,13 +88,6 @@ class PaddedBatch(Forward):
                 for row, start, stop in zip(rows, spans.starts, spans.stops, strict=True)
             ]
 
-    def spans_from(self, ids: tuple[int, ...], starts: tuple[int, ...], columns: int) -> bool:
-        """Whether the step has rows of `columns` columns without right padding, which begin at
-        `starts`: the same tuple, not an equal one."""
-        spans = self.spans
-        is_same = self.valid and spans.starts is starts and spans.columns == columns
-        return is_same and self.ids == ids and spans.is_full
-
     def serves(self, ids: tuple[int, ...], spans: PaddedSpans) -> bool:
         """Whether another layer of the same forward can use it."""
         return self.valid and self.ids == ids and self.spans == spans

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from signal import SIGINT
-from threading import current_thread, main_thread
 from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
@@ -487,9 +486,12 @@ class DeferredInterrupts:
 
     def __enter__(self) -> None:
         self._caught: list[tuple[Any, ...]] = []
-        self._handler = getsignal(SIGINT) if current_thread() is main_thread() else None
+        self._handler = getsignal(SIGINT)
         if callable(self._handler):
-            signal(SIGINT, lambda *args: self._caught.append(args))
+            try:
+                signal(SIGINT, lambda *args: self._caught.append(args))
+            except ValueError:  # this is not the main thread
+                self._handler = None
 
     def __exit__(self, *exception: object) -> None:
         if callable(self._handler):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from io import FileIO
-from operator import attrgetter
+from operator import add, attrgetter
 from os import PathLike
 from statistics import median
 from typing import Any, NamedTuple
@@ -182,8 +182,7 @@ class TickLog(deque[Tick]):
         tick.index = self.num_ticks
         self.num_ticks += 1
         self.append(tick)
-        for index, ms in enumerate(self._times(tick)):
-            self._totals[index] += ms
+        self._totals = [*map(add, self._totals, self._times(tick))]
         is_decode = not (tick.prefill_tokens or tick.launched_prefill_tokens)
         (self.decode if is_decode else self.prefill).add(tick.tick_ms)
         for spike in self._detector.add(tick):

@@ -13,7 +13,7 @@ quantized or 16-bit weights on one thread, and a linear layer is up to five node
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from threading import Lock, get_ident
 from typing import Any, NamedTuple
@@ -26,9 +26,6 @@ from mlx_paged import _ext
 from mlx_paged.ops.cpu_recurrent import KNOWN, Known, functions_of
 
 Layer = Callable[..., mx.array]
-
-UNCHANGED: AbstractContextManager[None] = nullcontext()
-"""A context in which MLX's functions stay."""
 
 _DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
 
@@ -100,13 +97,13 @@ class CPULayers:
                     self._attributes.append(own)
         self._attributes += [_known[known] for known in functions_of(model)]
 
-    def diverted(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def diverted(self) -> Iterator[None]:
         """A context that uses the fused kernels for this thread's calls, if its device is a CPU.
         Contexts may nest, and overlap in several threads; the last one restores MLX's functions."""
-        return self._diverted() if mx.default_device() == mx.cpu else UNCHANGED
-
-    @contextmanager
-    def _diverted(self) -> Iterator[None]:
+        if mx.default_device() != mx.cpu:
+            yield
+            return
         thread = get_ident()
         with _lock:
             _inside.setdefault(thread, []).append(self)

@@ -194,7 +194,6 @@ class Batch:
             tokens before these. Their rows of logits are the last ones.
         spans: of the sequences, in the order of their rows.
         seq_ids: the sequence of each span.
-        first_rows: ``[S]`` int32, on the host: of each span its first row.
         decodes_only: whether every token is a sequence of its own, in a row of its own.
         figures: what is reported of the batch, by name.
     """
@@ -247,9 +246,7 @@ class Batch:
         self.seq_ids = list(map(ID, self.sampled))
         self.decodes_only = self.samples_all = True
         self.num_decodes = self.num_tokens = self.num_sampled_rows = len(starts)
-        self._starts = self._positions = np.array(starts, np.int32)
-        self._stops = self.sampled_lengths = self._starts + np.int32(1)
-        self.first_rows = self._sampled_rows = np.arange(len(starts), dtype=np.int32)
+        self.sampled_lengths = np.array(starts, np.int32) + np.int32(1)
         for of_group in tables:
             of_group.update(self.seq_ids)
         self.num_rows = tables[0].num_rows
@@ -384,6 +381,11 @@ class Batch:
         return padded
 
     @cached_property
+    def first_rows(self) -> Int32Array:
+        """Of each span its first row, ``[S]`` int32, on the host. Each decode has one row."""
+        return np.arange(len(self.spans), dtype=np.int32)
+
+    @cached_property
     def _sequences(self) -> Int32Array:
         """Which span each token belongs to, ``[T]``."""
         return np.repeat(np.arange(len(self.seq_ids), dtype=np.int32), self._lengths)
@@ -449,7 +451,7 @@ class Batch:
     @property
     def inputs(self) -> mx.array:
         """The model's input ids, ``[T, 1]`` or ``[1, L]``."""
-        return self.tokens[:, None] if self.layout is Layout.ROWS else self.tokens[None]
+        return mx.expand_dims(self.tokens, 1 if self.layout is Layout.ROWS else 0)
 
     def sampled_alone(self) -> list[Forward]:
         """The sampled tokens of a batch of rows, whose K/V is stored already."""

@@ -82,7 +82,7 @@ class ModelRunner:
         reads_states: Sequence[int] = (),
         make_sampler: Callable[[], Sampler] = Sampler,
     ) -> None:
-        self.model, self._lock = model, lock_of(model)
+        self.model, self._lock, self._hook = model, lock_of(model), attention_hook()
         self._hosted = model if isinstance(model, HostedModel) else None
         self.allocator = allocator
         self.pool = pool
@@ -200,9 +200,12 @@ class ModelRunner:
         batches = self._batches(step, coming)
         for batch in batches:
             launched.report.figures.update(batch.figures)
-            rows, scores, early = self._forward_and_first(batch, launched)
+            if launched.held is None:
+                rows, scores = self._forward(batch)
+            else:
+                rows, scores, early = self._forward_and_first(batch)
+                first = early if first is None else first
             launched.hidden += self._hidden.left_by(batch) if self._hidden.wanted else []
-            first = early if first is None else first
             own = rows if batch.logits_of is None else rows[batch.logits_of]
             waits = not self.pool.in_place and batch is not batches[-1]
             if self.begins_each or batch.scored or waits:
@@ -232,13 +235,9 @@ class ModelRunner:
             launched.unsampled = logits, launched.requests, newest, lengths, scores, guesses
         return first or []
 
-    def _forward_and_first(
-        self, batch: Batch, launched: LaunchedStep
-    ) -> tuple[mx.array, Scores | None, list[mx.array]]:
-        """:meth:`_forward`; if the step is held back also the arrays that it may begin with: all of
-        a decode, which is short, or of a chunk one layer and the K/V or the states of the next."""
-        if launched.held is None:
-            return *self._forward(batch), []
+    def _forward_and_first(self, batch: Batch) -> tuple[mx.array, Scores | None, list[mx.array]]:
+        """:meth:`_forward` of a step that is held back, and the arrays with which it may begin: all
+        of a decode, which is short, or of a chunk one layer and the K/V or states of the next."""
         if batch.decodes_only:
             rows, scores = self._forward(batch)
             states = self.states.left_by(batch.spans)
@@ -480,7 +479,10 @@ class ModelRunner:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
-        with self._lock, attention_hook(), self.cpu_layers.diverted(), self._hidden.forward():
+        lock, on_cpu = self._lock, mx.default_device() == mx.cpu
+        layers = self.cpu_layers.diverted() if on_cpu else lock  # to enter the lock again is free
+        hidden = self._hidden.forward() if self._hidden.wanted else lock
+        with lock, self._hook, layers, hidden:
             logits: mx.array = self.model(inputs, cache=self.caches, **more)
         return logits
 

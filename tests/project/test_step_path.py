@@ -7,7 +7,7 @@ import pytest
 from scripts.step_path import decode_step, main
 
 
-@pytest.mark.parametrize(("compile", "files", "moves"), [(True, 15, 40), (False, 18, 70)])
+@pytest.mark.parametrize(("compile", "files", "moves"), [(True, 15, 40), (False, 18, 69)])
 def test_a_decode_step_visits_few_files(compile, files, moves):
     path = decode_step(compile=compile)
     assert len(path.files) <= files

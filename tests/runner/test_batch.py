@@ -169,6 +169,15 @@ def test_masks_are_causal_within_the_window():
     np.testing.assert_array_equal(np.array(forward.mask(1, causal(3)))[:, 0, 0], windowed)
 
 
+def test_a_token_that_is_alone_has_a_mask_only_if_keys_are_hidden():
+    allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
+    [forward] = Batch(make_spans(allocator, (9, 8, 9)), allocator).forwards
+    assert forward.mask(1, FULL) is None and forward.max_context == 9
+    assert forward.mask(1, causal(3)).tolist() == [[[[False] * 6 + [True] * 3]]]
+    traced = replace(forward, is_traced=True, max_context=16)  # as wide as the table
+    assert traced.mask(1, FULL).tolist() == [[[[True] * 9 + [False] * 7]]]
+
+
 def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
     spans = make_spans(allocator, (5, 5, 6), (3, 0, 3), (4, 4, 5))
