@@ -337,7 +337,7 @@ class EngineConfig(PoolConfig):
     lookahead: bool = option(
         True,
         OnOff(),
-        "launch each step before the step before it has been read. The device then hardly waits"
+        "launch each step before the previous step has been read. The device then hardly waits"
         " for the host, and every token is seen one step later.",
         OptionFlag("--lookahead", "launch a step before the last step's tokens are read"),
     )

@@ -76,7 +76,7 @@ class Engine(ModelCore):
         snapshot_bits: 8 to store these copies with 8 bits an element: a third of float32's bytes or
             less. A prompt that continues from such a copy may get other tokens; docs/engine.md has
             the differences. Default: as the model computes them.
-        lookahead: launch each step before the step before it has been read. The device then hardly
+        lookahead: launch each step before the previous step has been read. The device then hardly
             waits for the host, and every token is seen one step later.
         prewarm: compile the GPU pipelines and trace the decodes now, so that the first requests do
             not wait; None: when an :class:`EngineService` starts, whose thread needs its own
