@@ -26,6 +26,10 @@ from mlx_paged.protocol.turns import merged, num_turns
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.vision.images import has_image, in_parts
 
+LONG = 1 << 18  # bytes of a text; the tokens of a shorter one may all be held
+SPARSE = 8  # bytes of a token: few texts that fit have more
+PIECE = 1 << 16  # characters of a long text that are encoded at once
+
 
 class Prompt(NamedTuple):
     """The token ids of a prompt."""
@@ -111,6 +115,9 @@ def tokens_of(model: ModelTraits, text: str, is_added: bool) -> list[int]:
     expected = f"at most {limit} bytes, which may fit into the context"
     require(len(text.encode()) <= limit, "prompt", expected, len(text.encode()))
     with may_take_long():
+        least = _least(model, text)
+        expected = f"a text that may fit into the context, {model.max_context} tokens"
+        require(least <= model.max_context, "prompt", expected, f"{least} tokens or more")
         return encoded(model.tokenizer, text, add_special_tokens=is_added)
 
 
@@ -251,9 +258,25 @@ def _tokens(model: ModelTraits, text: str, fields: Fields, **options: Any) -> li
     if num_bytes > model.max_context * model.longest_token:
         _check_room(model, fields, ceil(num_bytes / model.longest_token))
     with may_take_long():
+        _check_room(model, fields, _least(model, text))
         tokens = encoded(model.tokenizer, text, **options)
     _check_room(model, fields, len(tokens))
     return tokens
+
+
+def _least(model: ModelTraits, text: str) -> int:
+    """How many tokens a long text has at least, if these do not fit; else 0. A tokenizer takes
+    hundreds of bytes for each token while it encodes, so that this looks at piece after piece. It
+    counts half of their tokens, for a cut may divide some."""
+    if len(text.encode()) <= max(LONG, SPARSE * model.max_context):
+        return 0
+    most, count = 2 * model.max_context + 1, 0
+    for start in range(0, len(text), PIECE):
+        piece = text[start : start + PIECE]
+        count += len(encoded(model.tokenizer, piece, add_special_tokens=False))
+        if count > most:
+            return count // 2
+    return 0
 
 
 def _rendered(model: ModelTraits, fields: Fields, template_args: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from mlx_paged.engine.estimates import estimate
+from mlx_paged.protocol import prompts
 from tests.support.commands.server_harness import TEMPLATE, demo, live, only_model, post
 
 LIMIT = 96
@@ -46,6 +47,35 @@ def test_a_text_beyond_the_context_is_counted_and_a_huge_one_refused(server):
     assert found["count"] > LIMIT
     huge = "a" * (LIMIT * only_model(server).longest_token + 1)
     assert "which may fit into the context" in refusal(server, "/tokenize", {"content": huge})
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/estimate", "/v1/completions"])
+def test_a_long_text_that_cannot_fit_is_not_encoded_as_a_whole(server, monkeypatch, path):
+    """A tokenizer takes hundreds of bytes for each token, and a text may have a token a byte."""
+    model, sizes = only_model(server), []
+    encode = model.tokenizer.encode
+
+    def seen(text, **options):
+        sizes.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setitem(vars(model.tokenizer), "encode", seen)
+    monkeypatch.setattr(model, "longest_token", 10**6)
+    text = "~!" * prompts.LONG
+    if path == "/v1/estimate":
+        assert answer(server, path, prompt=text)["fits"] is False
+    else:
+        assert "context" in refusal(server, path, {"prompt": text, "max_tokens": 1})
+    assert sizes and sum(sizes) <= 2 * prompts.PIECE
+
+
+def test_a_long_text_that_fits_is_encoded_as_a_whole(server, monkeypatch):
+    plain = demo()[1].encode(TEXT)
+    for name, value in {"LONG": 1, "SPARSE": 0, "PIECE": 7}.items():
+        monkeypatch.setattr(prompts, name, value)
+    assert answer(server, "/tokenize", prompt=TEXT)["tokens"] == plain
+    usage = answer(server, "/v1/completions", prompt=TEXT, max_tokens=1)["usage"]
+    assert usage["prompt_tokens"] == len(plain)
 
 
 def test_a_chat_is_encoded_as_a_request_for_an_answer_is(server):
