@@ -100,9 +100,13 @@ def load_with_config(
             lazy=rank() is not None,
         )
     except Exception as error:
-        kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
-        detail = f"{type(error).__name__}: {_reason(error)}"
-        raise ValueError(f"model {path}: {kind} ({detail})") from error
+        detail = f"({type(error).__name__}: {_reason(error)})"
+        if Path(path).exists():
+            raise ValueError(f"model {path}: cannot be loaded {detail}") from error
+        message = f"model {path}: not here and not from the hub {detail}"
+        if isinstance(error, FileNotFoundError | ConnectionError):  # the hub did not answer
+            message += ": expected a folder, or the name of a model on the hub and a network"
+        raise ValueError(message) from error
     finally:
         # Each layer that is made draws weights, lazily, which the file's weights replace. MLX's
         # random state would keep the graph of all these draws: 2 KB a layer of every model loaded.

@@ -178,7 +178,8 @@ def test_a_model_that_the_hub_does_not_give_is_a_mistake(run, monkeypatch):
 
     monkeypatch.setattr(model_loader, "load", unreachable)
     result = run("-p", "x", "--model", "someone/something")
-    message = "model someone/something: not here and not from the hub (ConnectionError: no route)"
+    message = "model someone/something: not here and not from the hub (ConnectionError: no route):"
+    message += " expected a folder, or the name of a model on the hub and a network"
     assert_one_line_mistake(result, message)
 
 
