@@ -33,6 +33,8 @@ from mlx_paged.request import BACKGROUND, PoolShrunkError
 from mlx_paged.sampling_params import CompilerBusy
 from mlx_paged.vision.images import has_image, is_image, parts_of
 
+LONGEST_MESSAGE = 2000  # characters: a field's name, and what a template says, may be long
+
 
 class Refusal(Exception):
     """The answer to a request that gets no completion, or an event in a stream that ends badly."""
@@ -45,7 +47,7 @@ class Refusal(Exception):
         param: str | None = None,
         retry_after_s: int = 1,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:LONGEST_MESSAGE])
         self.retry_after_s = retry_after_s  # of a server that is overloaded
         self.status = status
         self.code = code

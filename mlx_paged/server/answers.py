@@ -279,6 +279,7 @@ class Answer(Reply):
         if given is None:
             return read
         adapter = self.state.models.adapters.use(model.service, given)
+        self.fields["adapter"] = adapter  # a path has many spellings, which may be any text
         return [replace(params, adapter=adapter) for params in read]
 
     def _num_scores(self, params: list[SamplingParams]) -> int:

@@ -18,6 +18,8 @@ MAX_BYTES = 20 << 20
 """Of an image as it is given."""
 MAX_PIXELS = 1 << 25
 """Of a prompt's images: 33.5 megapixels. An image's size is read before its pixels."""
+MAX_SIDE = (1 << 16) - 1
+"""Pixels in a row or a column, as in JPEG. Pillow takes some 20 bytes for each row."""
 MAX_IMAGES = 64
 """Of a prompt: processors enlarge small ones."""
 MAX_SCANS = 100
@@ -111,8 +113,10 @@ def _checked(source: Any, name: str, most: int) -> "Image":
     if not isinstance(source, Image.Image):
         raise ValueError(f"{name}: {type(source).__name__}: expected {EXPECTED}")
     width, height = source.size
+    size = f"{width} x {height} pixels"
+    if max(width, height) > MAX_SIDE:
+        raise ValueError(f"{name}: {size}: expected sides of at most {MAX_SIDE} pixels")
     if width * height > most:
-        size = f"{width} x {height} pixels"
         raise ValueError(f"{name}: {size}: expected at most {MAX_PIXELS} pixels in all images")
     return source
 

@@ -350,6 +350,23 @@ def test_a_stream_cut_off_by_the_end_of_the_server_says_so():
         assert exchange(server, "GET", "/health")[0] == 503
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"a" * 50_000: 1}},
+        {"guided_" + "a" * 50_000: "a"},
+        {
+            "tool_choice": {"function": {"name": "a" * 50_000}},
+            "tools": [{"function": {"name": "f"}}],
+        },
+    ],
+)
+def test_an_error_tells_a_part_of_a_long_name(server, fields):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1} | fields
+    status, _, content = post(server, body, "/v1/chat/completions")
+    assert status == 400 and 100 < len(json.dumps(content)) < 2500
+
+
 def test_an_error_tells_a_part_of_a_long_path(server):
     status, _, content = exchange(server, "GET", "/" + "a" * 50_000)
     assert status == 404 and len(content) < 500

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 import mlx_paged
+from mlx_paged.loading import load_model
 from mlx_paged.server import __main__ as command
 from mlx_paged.server import flags as server_flags
 from tests.support import TIMEOUT
 from tests.support.commands.server_harness import CODE, exchange, live, metric, post, wait_until
+from tests.support.models.adapters import random_arrays, write_adapter
 
 pytest.importorskip("opentelemetry.sdk")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
@@ -198,6 +200,16 @@ def test_spans_have_no_text_of_clients(spans):
     assert status == 200
     span, parts = found()
     assert all(SECRET not in each.to_json() for each in (span, *parts.values()))
+
+
+def test_a_span_has_an_adapter_under_one_name(tmp_path):
+    write_adapter(tmp_path / "one", random_arrays(load_model()[0], 1))
+    with remembered("--adapters-dir", str(tmp_path)) as (server, kept):
+        body = {"prompt": "a", "max_tokens": 1, "adapters": f"./{SECRET}/../one"}
+        assert post(server, body)[0] == 200
+        wait_until(kept.get_finished_spans)
+        (span,) = (s for s in kept.get_finished_spans() if s.kind is SpanKind.SERVER)
+    assert span.attributes["gen_ai.request.model"] == "one" and SECRET not in span.to_json()
 
 
 @pytest.mark.parametrize(

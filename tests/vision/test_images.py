@@ -46,6 +46,15 @@ def test_a_large_image_is_refused_before_its_pixels_are_read(monkeypatch):
         opened(content)
 
 
+@pytest.mark.parametrize("size", [(1, images.MAX_SIDE + 1), (images.MAX_SIDE + 1, 1)])
+def test_a_long_strip_is_refused_before_its_pixels_are_read(monkeypatch, size):
+    """Pillow has memory for each row, however short it is."""
+    content = file_of(size, mode="1")
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(ValueError, match=r"images\[0\]: .*expected sides of at most 65535 pixels"):
+        opened(content)
+
+
 def test_more_pixels_than_pillow_opens_are_refused_too():
     content = bytearray(file_of((1, 1)))
     content[16:24] = (60_000).to_bytes(4, "big") * 2
