@@ -40,7 +40,7 @@ from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.launched_step import HeldBack, LaunchedStep, Part
 from mlx_paged.runner.layer_cache import PagedLayerCache, kept_handle
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.row_terms import RowTerms, narrow, using
+from mlx_paged.runner.row_terms import MakeTerms, narrow, using
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows, lock_of
 from mlx_paged.runner.thread_graphs import free_graphs_with_thread, of_thread
 from mlx_paged.sampling.prompt_scores import PromptScores
@@ -64,7 +64,7 @@ class ModelRunner:
     Attributes:
         compiled: computes the steps that only decode; None: as all other steps.
         why_plain: why it is None.
-        row_terms: what layers add for the rows of a batch; None: of no batch anything.
+        row_terms: makes what layers add for the rows of a batch; None: nothing for any batch.
         error: that was noted, until recovery; the steps under way may be wrong.
     """
 
@@ -108,11 +108,10 @@ class ModelRunner:
         self.error: Exception | None = None
         note_errors_on(self)
         self.compiled: CompiledDecode | None = None
-        self.row_terms: Callable[[Batch], RowTerms | None] | None = None
+        self.row_terms: MakeTerms | None = None
         self.why_plain = self._untraceable = why_untraceable(profile)
-        self._new_tables = partial(
-            BatchTables.of_groups, allocator, make_prefixes=make_prefixes or shared_in(pool)
-        )
+        prefixes = make_prefixes or shared_in(pool)
+        self._new_tables = partial(BatchTables.of_groups, allocator, make_prefixes=prefixes)
         self._tables = self._new_tables()
 
     @property
@@ -198,6 +197,8 @@ class ModelRunner:
         first: list[mx.array] | None = None
         scores: Scores | None = None
         batches = self._batches(step, coming)
+        if len(batches) > 1 and self.row_terms is not None:
+            self.row_terms.bring(step.spans)
         for batch in batches:
             launched.report.figures.update(batch.figures)
             if launched.held is None:
@@ -240,8 +241,7 @@ class ModelRunner:
         of a decode, which is short, or of a chunk one layer and the K/V or states of the next."""
         if batch.decodes_only:
             rows, scores = self._forward(batch)
-            states = self.states.left_by(batch.spans)
-            return rows, scores, [*self.pool.handles(), *states, rows]
+            return rows, scores, [*self.pool.handles(), *self.states.left_by(batch.spans), rows]
         with kept_handle(self._second_layer) as handles:
             rows, scores = self._forward(batch)
         return rows, scores, handles + self.states.left_by(batch.spans, self._second_states)

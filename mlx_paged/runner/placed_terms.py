@@ -2,7 +2,7 @@
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from mlx_paged.runner.batch import Batch, Layout
 from mlx_paged.runner.low_rank_layers import AdaptedLayers, Group, LowRankTerms
 from mlx_paged.runner.low_rank_places import Factors, Numbers, Place
 from mlx_paged.runner.low_rank_stacks import RankStacks
-from mlx_paged.runner.row_terms import RowTerms
+from mlx_paged.runner.row_terms import MakeTerms
+from mlx_paged.scheduler.step import Span
 
 Placed = Mapping[int, tuple[RankStacks, int]]
 """Where factors are, by the number of the variant: the stacks and the slot."""
@@ -31,7 +32,7 @@ def variants_of(requests: Iterable[Any]) -> Wanted:
 
 
 class BatchTerms:
-    """Makes the terms of batches, and keeps those of the latest one.
+    """Makes the terms of batches, and keeps those of the latest one; a :class:`MakeTerms`.
 
     Args:
         place: tells where the factors of variants are, which are there then.
@@ -44,6 +45,11 @@ class BatchTerms:
     def forget(self) -> None:
         """The stacks change."""
         self._latest = None
+
+    def bring(self, spans: Sequence[Span]) -> None:
+        """Place the variants of all these spans."""
+        if wanted := variants_of(span.request for span in spans):
+            self._place(wanted)
 
     def __call__(self, batch: Batch) -> LowRankTerms | None:
         """The terms of a batch's rows; None: no request of the batch has a variant."""
@@ -110,8 +116,9 @@ class TermSource(Protocol):
     def places(self) -> Mapping[str, Place]:
         """The layers that may have terms."""
 
-    def terms(self, batch: Batch) -> RowTerms | None:
-        """The terms of a batch's rows. What is not in memory is read."""
+    @property
+    def terms(self) -> MakeTerms:
+        """Makes the terms of steps."""
 
     def read_missing(self, wanted: Wanted) -> Mapping[int, Factors]:
         """The factors of variants that are not in memory, by number. Raises ValueError and OSError

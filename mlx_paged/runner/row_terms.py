@@ -1,11 +1,14 @@
 """What is added to the outputs of a model's layers for some rows of a forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import local
 from typing import Protocol, Self
 
 import mlx.core as mx
+
+from mlx_paged.runner.batch import Batch
+from mlx_paged.scheduler.step import Span
 
 
 class RowTerms(Protocol):
@@ -25,6 +28,17 @@ class RowTerms(Protocol):
     def only(self, rows: mx.array, are_sequences: bool = False) -> Self:
         """The terms of these rows. If they `are_sequences`, of equal lengths and one after
         another, a layer may compute one token of each at a time."""
+
+
+class MakeTerms(Protocol):
+    """Makes the terms of a step's forwards."""
+
+    def bring(self, spans: Sequence[Span]) -> None:
+        """Have what the rows of all these spans add in memory at once. Else what a later forward of
+        a step adds could take the memory of what an earlier one adds, which has not begun."""
+
+    def __call__(self, batch: Batch) -> RowTerms | None:
+        """The terms of a batch's rows. What is not in memory is read."""
 
 
 class _OfThread(local):

@@ -137,6 +137,24 @@ def test_adapters_are_evicted_by_use_and_read_again(folders, alone):
         made(adapters={"a": folders["a"]}, adapter_memory=1000)
 
 
+def test_forwards_of_one_step_keep_what_each_other_adds(tmp_path):
+    """Steps of this model have a forward for each sequence, and the budget has one adapter."""
+    first, second = (
+        write_adapter(tmp_path / name, random_arrays(build("gemma2"), seed))
+        for seed, name in enumerate("ab")
+    )
+    folders = {"a": first, "b": second}
+    one = Engine(build("gemma2"), block_size=4, num_blocks=96, adapters=folders)
+    size = max(adapter.num_bytes for adapter in one.adapters.values())
+    options = {"block_size": 4, "num_blocks": 96, "adapters": folders, "adapter_memory": size}
+    engine = Engine(build("gemma2"), **options)
+    params = [SamplingParams(max_tokens=TOKENS, adapter=name) for name in folders]
+    done = engine.generate([PROMPT] * 2, params)
+    for each, folder in zip(done, folders.values(), strict=True):
+        assert each.tokens == greedy(with_adapter(build("gemma2"), folder), PROMPT, TOKENS)
+    assert engine._models.adapters.loads == 2
+
+
 def test_a_folder_that_changes_ends_only_its_requests(folders, alone, tmp_path):
     arrays = random_arrays(build("llama"), 0)
     engine = made()
