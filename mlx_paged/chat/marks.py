@@ -19,6 +19,13 @@ from weakref import WeakKeyDictionary
 SPARE = range(0xF5A3C, 0xFFFFE)
 """Characters for private use, which no vocabulary has."""
 
+FORMS = re.compile(
+    rf"[{chr(SPARE[0])}-{chr(SPARE[-1])}]|\\udb[0-9a-f]{{2}}\\ud[c-f][0-9a-f]{{2}}|\\U000f[0-9a-f]{{4}}"
+)
+"""What :func:`_forms` makes of them."""
+LONGEST_FORM = 12
+PIECE = 1 << 16  # characters of a text
+
 BRACKETS = re.compile(r"[<>\[\]{}|\uff5c]")
 """Names of control tokens have one of these characters."""
 
@@ -142,8 +149,15 @@ def _found(tokenizer: Any, template: Any) -> Names:
 
 def spare(texts: Sequence[str]) -> str:
     """A character that no text has, in none of its forms. Raises ValueError if there is none."""
+    first = chr(SPARE[0])
+    if not any(form in text for form in _forms(first) for text in texts):
+        return first
+    used = set[str]()  # one pass over the texts, and not one for each character
+    for text in texts:
+        for start in range(0, len(text), PIECE):  # other threads run between two
+            used.update(FORMS.findall(text, start, start + PIECE + LONGEST_FORM))
     for each in map(chr, SPARE):
-        if not any(form in text for form in _forms(each) for text in texts):
+        if used.isdisjoint(_forms(each)):
             return each
     raise ValueError("the chat has all characters for private use: expected one to be free")
 

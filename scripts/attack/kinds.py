@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mlx_paged.chat.marks import SPARE
 from scripts.attack.mutations import DEPTHS, NUMBERS, RAW, TEXTS, dumped, mutated
 from scripts.attack.wire import ANSWERED, REFUSED, Request, get, post
 
@@ -104,6 +105,15 @@ def templates(rng: random.Random, target: Target) -> Request:
     path = rng.choice((CHAT, MESSAGES, MESSAGES + "/count_tokens", RESPONSES))
     body = _of_responses(body) if path == RESPONSES else body
     return Request(post(path, body, target.key), REFUSED, patience=20.0)
+
+
+def marks(rng: random.Random, target: Target) -> Request:
+    """Many texts, and characters for private use, of which a rendering needs one."""
+    many = [rng.choice(("", "a"))] * rng.choice((1000, 30_000))
+    private = "".join(map(chr, SPARE[: rng.choice((500, 5000, len(SPARE)))]))
+    body = _chat(rng, chat_template_kwargs={"a": many, "b": private})
+    path = rng.choice((CHAT, MESSAGES, MESSAGES + "/count_tokens"))
+    return Request(post(path, body, target.key), patience=20.0)
 
 
 def logprobs(rng: random.Random, target: Target) -> Request:
@@ -279,7 +289,19 @@ def mutations(rng: random.Random, target: Target) -> Request:
 REQUESTS: dict[str, Kind] = {
     each.__name__: each
     for each in (
-        *(ids, templates, logprobs, prompts, models, grammars, hashes, values, keys, codings),
+        *(
+            ids,
+            templates,
+            marks,
+            logprobs,
+            prompts,
+            models,
+            grammars,
+            hashes,
+            values,
+            keys,
+            codings,
+        ),
         *(headers, mutations),
     )
 }

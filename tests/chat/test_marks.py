@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from mlx_paged.chat import encoding
+from mlx_paged.chat import encoding, marks
 from mlx_paged.chat.encoding import encoded
 from mlx_paged.chat.marks import SPARE, _names, part, spare
 from mlx_paged.chat.rendering import rendered
@@ -227,3 +227,29 @@ def test_the_longest_name_is_found_among_many():
 def test_a_chat_with_every_spare_character_is_refused():
     with pytest.raises(ValueError, match="all characters for private use: expected one"):
         spare(["".join(map(chr, SPARE))])
+
+
+class Looked(str):
+    """A text that counts how often one looks for a part of it."""
+
+    looks = 0
+
+    def __contains__(self, part):
+        Looked.looks += 1
+        return super().__contains__(part)
+
+
+@pytest.mark.parametrize("form", [str, lambda x: json.dumps(x)[1:-1], lambda x: repr(x)[1:-1]])
+@pytest.mark.parametrize("before", [0, marks.PIECE - 11, marks.PIECE - 1, marks.PIECE])
+def test_a_spare_character_is_in_no_text_in_any_form(form, before):
+    used = [*map(chr, SPARE[:2000])]
+    texts = ["a", "b" * before + "".join(map(form, used)), "\\udb96", form(chr(SPARE[2001]))]
+    assert spare(texts) == chr(SPARE[2000])
+
+
+def test_many_texts_and_spare_characters_are_looked_at_once(monkeypatch):
+    """Some hundred kilobytes of them took minutes, once for each character."""
+    monkeypatch.setattr(Looked, "looks", 0)
+    texts = [Looked("a")] * 100 + [Looked("".join(map(chr, SPARE[:500])))]
+    assert spare(texts) == chr(SPARE[500])
+    assert Looked.looks <= 3 * len(texts)
