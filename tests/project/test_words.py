@@ -13,7 +13,7 @@ PAGES = (
         for name in (
             *("structure", "engine", "compiled-decodes", "benchmarks", "support"),
             *("kv-quantization", "kv-disk", "metal-precedents"),
-            *("five-minutes", "adapters", "several-macs"),
+            *("five-minutes", "adapters", "several-macs", "speculation", "mtp-heads"),
         )
     ),
 )
