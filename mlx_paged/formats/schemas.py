@@ -8,6 +8,7 @@ from mlx_paged.formats.json_text import is_json, is_number, written
 
 Schema = Any  # a JSON schema; what a client sends can be anything
 
+MAX_DIGITS = 18  # of an index that is read
 MAX_STEPS = 100  # of references and combined schemas that are followed
 
 ALIASES = {
@@ -20,6 +21,12 @@ ALIASES = {
     **dict.fromkeys(("none", "nil"), "null"),
 }
 """Names of types that schemas of clients have, by those of JSON schemas."""
+
+TYPES: dict[type, str] = {
+    **{bool: "boolean", int: "integer", float: "number", type(None): "null"},
+    **{dict: "object", list: "array"},
+}
+"""JSON types by those of Python, but for strings."""
 
 NAMES = {"string", "integer", "number", "boolean", "object", "array", "null"}
 
@@ -147,22 +154,29 @@ def _pointed(reference: str, root: Schema) -> Schema:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping):
             found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+        elif isinstance(found, list) and key.isdecimal() and _index(key) < len(found):
             found = found[int(key)]
         else:
             return {}
     return found
 
 
+def _index(key: str) -> int:
+    """The number that digits are; Python reads no more than some thousand of them."""
+    return int(key[:MAX_DIGITS])
+
+
 def choices_of(schema: Schema, root: Schema) -> list[Any] | None:
     """The constants that a schema allows; None if it names none."""
     found, waiting, is_known = list[Any](), [schema], False
+    seen = set[int]()  # many references may point to one long list
     for _ in range(MAX_STEPS):
         if not waiting:
             break
         part = resolved(waiting.pop(), root)
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or id(part) in seen:
             continue
+        seen.add(id(part))
         if "const" in part:
             is_known = True
             found.append(part["const"])
@@ -204,10 +218,7 @@ def _named_types(schema: dict[str, Any]) -> frozenset[str] | None:
         return frozenset(types) if types <= NAMES else None
     constants = _list(schema.get("enum")) + ([schema["const"]] if "const" in schema else [])
     if constants:
-        return frozenset(
-            (_type_of(written(value)) if not isinstance(value, str) else "string") or "string"
-            for value in constants
-        )
+        return frozenset(TYPES.get(kind, "string") for kind in set(map(type, constants)))
     if isinstance(schema.get("properties"), dict):
         return frozenset({"object"})
     return frozenset({"array"}) if "items" in schema else None

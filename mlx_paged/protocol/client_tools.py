@@ -46,11 +46,13 @@ class Offered:
     Attributes:
         functions: in the form of chat completions.
         own: what the client calls each of them.
+        first: the first of them that the client calls so, by this name and whether it is custom.
         ignored: names of tools, and of parts of tools, that cannot be obeyed.
     """
 
     functions: list[Fields] = field(default_factory=list)
     own: dict[str, Own] = field(default_factory=dict)
+    first: dict[tuple[str, bool], str] = field(default_factory=dict)
     ignored: set[str] = field(default_factory=set)
 
     def of(self, name: str) -> Own:
@@ -59,8 +61,9 @@ class Offered:
 
     def named(self, name: Any, is_custom: bool) -> Any:
         """The function of a name in `tool_choice`: that of a tool, or of one in a namespace."""
-        found = [k for k, own in self.own.items() if (own.name, own.is_custom) == (name, is_custom)]
-        return found[0] if found and name not in found else name
+        if not isinstance(name, str) or self.own.get(name) == Own(name, None, is_custom):
+            return name
+        return self.first.get((name, is_custom), name)
 
 
 def flat(namespace: Any, name: str) -> str:
@@ -78,6 +81,7 @@ def read(tools: Any) -> Offered:
     given = list(_each(objects(tools, "tools") if tools else [], "tools", None, offered))
     for name, tool, own in given:
         before = offered.own.setdefault(flat(own.namespace, own.name), own)
+        offered.first.setdefault((own.name, own.is_custom), flat(own.namespace, own.name))
         require(before == own, f"{name}.name", "another name than other tools have", own.name)
         offered.functions.append({"type": "function", "function": _function(tool, own, name)})
         if tool.get("strict"):

@@ -7,6 +7,7 @@ import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter
 
+from mlx_paged.protocol import client_tools
 from tests.support.commands.scripted_models import CHANNELS, scripted, template
 from tests.support.commands.server_harness import exchange, post
 
@@ -251,3 +252,20 @@ def test_a_wrong_grammar_is_refused(server, kind, definition):
     is_expression |= (kind, definition) in (("regex", "%import x"), ("regex", "start: <[9]>"))
     assert status in ((200,) if is_expression else (200, 400)), answer
     assert status == 200 or answer["error"]["param"] == "tools", answer
+
+
+class Table(dict):
+    """A dictionary that is never searched as a whole."""
+
+    def items(self):
+        raise AssertionError("it was searched")
+
+
+def test_a_choice_of_many_tools_searches_them_not_for_each():
+    """4,000 allowed tools among as many took 2.6 s, ten times as many some minutes."""
+    offered = client_tools.read(TOOLS)
+    offered.own = Table(offered.own)
+    asked = ("patch", True), ("f", False), ("find", False), ("note", True), ("crm__note", True)
+    found = [offered.named(*each) for each in asked]
+    assert found == ["patch", "f", "crm__find", "crm__note", "crm__note"]
+    assert [offered.named(x, True) for x in ("f", "x", None, [])] == ["f", "x", None, []]
