@@ -14,6 +14,7 @@ PAGES = (
             *("structure", "engine", "compiled-decodes", "benchmarks", "support"),
             *("kv-quantization", "kv-disk", "metal-precedents"),
             *("five-minutes", "adapters", "several-macs", "speculation", "mtp-heads"),
+            *("agents", "chats", "operations", "clients"),
         )
     ),
 )
