@@ -104,17 +104,19 @@ class _Reader:
         name = path[0][1] if path else ""
         names = [name.partition(".")[2]]
         if name == "common" and self._is("(", end):
-            closes = self._tokens.index(("mark", ")"), end) if self._has(")", end) else end
-            names = [text for kind, text in self._tokens[end:closes] if kind == "word"]
+            names, end = [], end + 1
+            while end < len(self._tokens) and not self._is(")", end):
+                kind, text = self._tokens[end]
+                if kind != "word" and text != ",":
+                    raise ValueError(f"{text:.80} is no name of an import")
+                names += [text] if kind == "word" else []
+                end += 1
         has_alias = self._is("->", end) and end + 1 < len(self._tokens)
         alias = self._tokens[end + 1][1] if has_alias else None
         for each in names:
             if not name.startswith("common") or each not in COMMON:
                 raise ValueError(f"the import of {name:.80} is not known")
             self._imported[alias or each] = COMMON[each]
-
-    def _has(self, mark: str, at: int) -> bool:
-        return ("mark", mark) in self._tokens[at:]
 
     def _is(self, mark: str, at: int) -> bool:
         return self._tokens[at : at + 1] == [("mark", mark)]
