@@ -48,7 +48,7 @@ REFUSED = {
     "start: a": "not defined",
     "start: %json {}": "no expression",
     "%import other.X\nstart: X": "not known",
-    '%import common (INT\nstart: "a"': "':' is no name of an import",
+    '%import common (INT\nstart: "a"': ": is no name of an import",
     'start: "a"~x': "a number of repetitions is missing",
     'start: ("a"': "[)] is missing",
     'start: "ab".."c"': "needs two characters",
