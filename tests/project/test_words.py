@@ -8,13 +8,14 @@ from tests.support.documents import FENCE, ROOT
 
 PAGES = (
     "README.md",
+    "CONTRIBUTING.md",
     *(
         f"docs/{name}.md"
         for name in (
             *("structure", "engine", "compiled-decodes", "benchmarks", "support"),
             *("kv-quantization", "kv-disk", "metal-precedents"),
             *("five-minutes", "adapters", "several-macs", "speculation", "mtp-heads"),
-            *("agents", "chats", "operations", "clients"),
+            *("agents", "chats", "operations", "clients", "metrics", "drop-in"),
         )
     ),
 )
