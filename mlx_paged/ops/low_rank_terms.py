@@ -1,8 +1,11 @@
 """Low-rank terms of linear layers, of other weights for each row; files of their factors."""
 
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from mlx_paged import _ext
 
@@ -11,6 +14,43 @@ StoredFactor = tuple[int, str, tuple[int, ...], bool, float, mx.Dtype]
 
 read_factors = _ext.layers.read_factors
 write_slot = _ext.layers.write_slot
+
+
+class RowSlots:
+    """The slots of rows, int32; -1: a row has no term. On a GPU the layers of a forward share what
+    MLX's products take of them.
+
+    Attributes:
+        slots: ``[T]``, or ``[..., k]`` of pairs of a row and an expert.
+    """
+
+    def __init__(self, slots: mx.array) -> None:
+        self.slots = slots
+
+    @classmethod
+    def known(cls, slots: npt.NDArray[np.int32]) -> Self:
+        """Of numbers ``[T]`` that the host knows, so that a GPU computes nothing of them."""
+        found = cls(mx.array(slots))
+        if mx.default_device() != mx.cpu:
+            found.factors = mx.array(np.maximum(slots, 0).astype(np.uint32))
+            found.inputs = mx.array(np.arange(len(slots), dtype=np.uint32))
+            found.have_terms = mx.array(slots >= 0)
+        return found
+
+    @cached_property
+    def factors(self) -> mx.array:
+        """The factors that each row takes: any if it has no term."""
+        return mx.maximum(self.slots, 0).astype(mx.uint32)
+
+    @cached_property
+    def inputs(self) -> mx.array | None:
+        """The number of each row; None: as MLX numbers them."""
+        return mx.arange(len(self.slots), dtype=mx.uint32) if self.slots.ndim == 1 else None
+
+    @cached_property
+    def have_terms(self) -> mx.array:
+        """Whether each row has a term."""
+        return self.slots >= 0
 
 
 def times_weight(layer: Any, x: mx.array) -> mx.array:
@@ -24,7 +64,7 @@ def times_weight(layer: Any, x: mx.array) -> mx.array:
 
 
 def add_low_rank_terms(
-    y: mx.array, x: mx.array, a: mx.array, b: mx.array, slots: mx.array
+    y: mx.array, x: mx.array, a: mx.array, b: mx.array, rows: RowSlots
 ) -> mx.array:
     """``y + (x @ a[s].T) @ b[s]`` in the rows whose slot s is not negative; the other rows as they
     are, bit for bit (LoRA; Hu et al. 2021, arXiv:2106.09685, section 4.1).
@@ -34,10 +74,10 @@ def add_low_rank_terms(
         x: ``[..., I]``, as many rows.
         a: ``[S, r, I]``.
         b: ``[S, r, O]``, of a's dtype.
-        slots: ``[T]`` int32, below S.
+        rows: ``[T]`` slots below S.
     """
-    assert y.size == len(slots) * y.shape[-1], "a layer computes other rows than the step has"
-    return _added(y, x, a, b, slots)
+    assert y.size == len(rows.slots) * y.shape[-1], "a layer computes other rows than the step has"
+    return _added(y, x, a, b, rows)
 
 
 def add_expert_terms(
@@ -53,18 +93,19 @@ def add_expert_terms(
         experts: the expert of each row of `y`, ``[..., k]`` below E.
     """
     index = mx.where(slots >= 0, slots * a.shape[1] + experts.astype(mx.int32), -1)
-    return _added(y, x, a.flatten(0, 1), b.flatten(0, 1), index)
+    return _added(y, x, a.flatten(0, 1), b.flatten(0, 1), RowSlots(index))
 
 
-def _added(y: mx.array, x: mx.array, a: mx.array, b: mx.array, index: mx.array) -> mx.array:
-    """``y + (x @ a[i].T) @ b[i]`` in the rows whose `index` i is not -1; the others as they are."""
+def _added(y: mx.array, x: mx.array, a: mx.array, b: mx.array, rows: RowSlots) -> mx.array:
+    """``y + (x @ a[i].T) @ b[i]`` in the rows whose slot i is not -1; the others as they are."""
+    index = rows.slots
     if mx.default_device() != mx.cpu:
-        rows = x if index.ndim > 1 else x.reshape(-1, 1, x.shape[-1])
-        own = mx.maximum(index, 0).astype(mx.uint32)
-        first = mx.gather_mm(rows, a.swapaxes(-1, -2), rhs_indices=own)
-        terms = mx.gather_mm(first, b, rhs_indices=own).reshape(y.shape)
-        has_term = (index >= 0).reshape(*y.shape[:-1], 1)
-        return mx.where(has_term, y + terms.astype(y.dtype), y)
+        inputs = x if index.ndim > 1 else x.reshape(-1, 1, x.shape[-1])
+        chosen = rows.inputs, rows.factors
+        first = mx.gather_mm(inputs, a.swapaxes(-1, -2), *chosen)
+        terms = mx.gather_mm(first, b, *chosen).reshape(y.shape)
+        have_terms = rows.have_terms.reshape(*y.shape[:-1], 1)
+        return mx.where(have_terms, y + terms.astype(y.dtype), y)
     if not y.dtype == x.dtype == a.dtype:  # a layer of float32 beside weights of 16 bits
         y32, *others = (each.astype(mx.float32) for each in (y, x, a, b))
         return _ext.layers.low_rank_terms(y32, *others, index).astype(y.dtype)

@@ -8,7 +8,12 @@ from typing import Any, NamedTuple, Self, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged.ops.low_rank_terms import add_expert_terms, add_low_rank_terms, times_weight
+from mlx_paged.ops.low_rank_terms import (
+    RowSlots,
+    add_expert_terms,
+    add_low_rank_terms,
+    times_weight,
+)
 from mlx_paged.runner.low_rank_places import ROUTERS, SUMMED, Pair, Place, places_of
 from mlx_paged.runner.row_terms import current
 from mlx_paged.runner.skip_unsampled import attached_to, override
@@ -18,11 +23,11 @@ class Group(NamedTuple):
     """The terms of all rows whose adapters have ranks of one class.
 
     Attributes:
-        slots: of each row in the arrays of `pairs`; -1: the row has no term here. ``[T]`` int32.
+        rows: of each row the slot in the arrays of `pairs`; -1: the row has no term here.
         pairs: by path of the layer the factors of all slots, ``[S, ...]``.
     """
 
-    slots: mx.array
+    rows: RowSlots
     pairs: Mapping[str, Pair]
 
 
@@ -42,8 +47,8 @@ class LowRankTerms:
     def arrays(self) -> list[mx.array]:
         """Of each group the slots, then the factors of its layers."""
         found = list[mx.array]()
-        for slots, pairs in self._groups:
-            found.append(slots)
+        for rows, pairs in self._groups:
+            found.append(rows.slots)
             for pair in pairs.values():
                 found += pair
         return found
@@ -57,24 +62,24 @@ class LowRankTerms:
         given = iter(arrays)
         return type(self)(
             [
-                Group(next(given), {path: (next(given), next(given)) for path in pairs})
+                Group(RowSlots(next(given)), {path: (next(given), next(given)) for path in pairs})
                 for _, pairs in self._groups
             ],
             self._are_sequences,
         )
 
     def only(self, rows: mx.array, are_sequences: bool = False) -> Self:
-        groups = [Group(mx.take(slots, rows), pairs) for slots, pairs in self._groups]
+        groups = [Group(RowSlots(mx.take(own.slots, rows)), pairs) for own, pairs in self._groups]
         return type(self)(groups, are_sequences)
 
     def added(self, path: str, x: mx.array, y: mx.array) -> mx.array:
         """The output `y` of a linear layer for `x`, with the terms of its rows."""
-        for slots, pairs in self._groups:
+        for rows, pairs in self._groups:
             if path in pairs:
                 count = y.size // y.shape[-1]
-                if self._are_sequences and len(slots) != count:
-                    slots = slots.reshape(count, -1)[:, 0]
-                y = add_low_rank_terms(y, x, *pairs[path], slots)
+                if self._are_sequences and len(rows.slots) != count:
+                    rows = RowSlots(rows.slots.reshape(count, -1)[:, 0])
+                y = add_low_rank_terms(y, x, *pairs[path], rows)
         return y
 
     def added_to_experts(
@@ -87,10 +92,10 @@ class LowRankTerms:
                 `of_rows`, or ``[n]``, if the pairs are in the order of the experts.
             of_rows: the experts of each row, ``[..., k]``.
         """
-        for slots, pairs in self._groups:
+        for rows, pairs in self._groups:
             if path not in pairs:
                 continue
-            count = of_rows.shape[-1]
+            slots, count = rows.slots, of_rows.shape[-1]
             assert len(slots) * count == of_rows.size, "a layer computes other rows than the step"
             if experts.shape == of_rows.shape:
                 own = mx.repeat(slots, count).reshape(experts.shape)

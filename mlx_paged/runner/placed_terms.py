@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_paged.ops.low_rank_terms import RowSlots
 from mlx_paged.request import Variant
 from mlx_paged.runner.batch import Batch, Layout
 from mlx_paged.runner.low_rank_layers import AdaptedLayers, Group, LowRankTerms
@@ -70,7 +70,7 @@ class BatchTerms:
             own = [slots.get(number, -1) for number in numbers]
             rows = np.full(len(batch.tokens), -1, np.int32)
             rows[: batch.num_tokens] = np.repeat(np.array(own, np.int32), lengths)
-            groups.append(Group(mx.array(rows), stacks.pairs))
+            groups.append(Group(RowSlots.known(rows), stacks.pairs))
         terms = LowRankTerms(groups, are_sequences=batch.layout is Layout.CHUNK)
         self._latest = known, terms
         return terms

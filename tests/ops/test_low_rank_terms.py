@@ -1,13 +1,15 @@
 """Terms of rows, beside float64; rows without a term keep their bits."""
 
 import io
+import re
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.ops.low_rank_terms import add_expert_terms, add_low_rank_terms
+from mlx_paged.ops.low_rank_terms import RowSlots, add_expert_terms, add_low_rank_terms
 
 SLOTS, RANK, INPUTS, OUTPUTS, EXPERTS = 3, 8, 40, 24, 4
 ERROR = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -44,7 +46,7 @@ def test_terms_of_rows_are_those_of_float64(dtype):
     a = random(SLOTS, RANK, INPUTS, dtype=dtype)
     b = random(SLOTS, RANK, OUTPUTS, dtype=dtype)
     slots = [2, -1, 0, 2, 1, -1]
-    got = add_low_rank_terms(y, x, a, b, mx.array(slots, mx.int32))
+    got = add_low_rank_terms(y, x, a, b, RowSlots(mx.array(slots, mx.int32)))
     assert_terms(got, y, x, a, b, [None if s < 0 else s for s in slots], dtype)
 
 
@@ -60,6 +62,33 @@ def test_terms_of_experts_are_those_of_float64(dtype):
     )
     pairs = zip(np.ravel(slots).tolist(), np.ravel(experts).tolist(), strict=True)
     assert_terms(got, y, x, a, b, [None if s < 0 else (s, e) for s, e in pairs], dtype)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The products that a GPU computes, on any device."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+
+def test_products_of_a_gpu_are_those_of_float64(as_on_a_gpu):
+    test_terms_of_rows_are_those_of_float64(mx.float32)
+    test_terms_of_experts_are_those_of_float64(mx.float32)
+
+
+def test_layers_on_a_gpu_share_what_is_known_of_the_rows(as_on_a_gpu):
+    """Each layer adds two products, a sum and a choice, and derives nothing from the slots."""
+    x, y = random(4, INPUTS), random(4, OUTPUTS)
+    a, b = random(SLOTS, RANK, INPUTS), random(SLOTS, RANK, OUTPUTS)
+    rows = RowSlots.known(np.array([2, -1, 0, 1], np.int32))
+    mx.eval(x, y, a, b)
+    layers = [add_low_rank_terms(y, x, a, b, rows) for _ in range(2)]
+    text = io.StringIO()
+    mx.export_to_dot(text, *layers)
+    nodes = Counter(re.findall(r'label ="(\w+)"', text.getvalue()))
+    views = {"Reshape", "Transpose", "ExpandDims", "Squeeze", "Broadcast", "Flatten", "Unflatten"}
+    computed = {name: count for name, count in nodes.items() if name not in views}
+    assert computed == {"GatherMM": 4, "Add": 2, "Select": 2}
+    assert_terms(layers[0], y, x, a, b, [2, None, 0, 1], mx.float32)
 
 
 needs_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="the op runs on CPUs only")
@@ -147,7 +176,7 @@ def test_no_factor_is_converted(dtype):
     slots = mx.array([0, -1], mx.int32)
     mx.eval(y, x, a, b, slots)
     text = io.StringIO()
-    mx.export_to_dot(text, add_low_rank_terms(y, x, a, b, slots))
+    mx.export_to_dot(text, add_low_rank_terms(y, x, a, b, RowSlots(slots)))
     assert "AsType" not in text.getvalue() and text.getvalue().count("PagedLowRank") == 1
 
 
