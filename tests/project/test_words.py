@@ -16,6 +16,7 @@ PAGES = (
             *("kv-quantization", "kv-disk", "metal-precedents"),
             *("five-minutes", "adapters", "several-macs", "speculation", "mtp-heads"),
             *("agents", "chats", "operations", "clients", "metrics", "drop-in"),
+            "server",
         )
     ),
 )
