@@ -176,7 +176,7 @@ class Forward:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
         row see. None: one token, which sees all of them."""
         positions = self.positions
-        if positions.size == 1 and sees.is_full and not self.is_traced:
+        if positions.size == columns == 1 and sees.is_full and not self.is_traced:
             return None
         if columns != self.columns:
             stops = mx.array(self.next_offset).reshape(-1, 1)

@@ -59,7 +59,7 @@ class BatchTerms:
         variants = [span.request.variant for span in batch.spans]
         numbers = [0 if each is None else each.number for each in variants]
         lengths = [len(span) for span in batch.spans]
-        known = numbers, lengths, batch.tokens.size
+        known = numbers, lengths, batch.tokens.size, batch.layout
         if self._latest is not None and self._latest[0] == known:
             return self._latest[1]
         self._latest = None

@@ -7,8 +7,10 @@ import pytest
 from mlx_paged.adapters.store import AdapterStore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
+from mlx_paged.runner.batch import Batch, Layout
 from mlx_paged.runner.low_rank_places import places_of
-from mlx_paged.runner.placed_terms import Mirror
+from mlx_paged.runner.low_rank_stacks import RankStacks
+from mlx_paged.runner.placed_terms import BatchTerms, Mirror
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
@@ -93,6 +95,22 @@ def test_a_plan_has_the_variants_of_spans_and_forks():
     plain, varied = step.spans
     assert plain.request.variant is None
     assert varied.request.variant.number == varied.forks[0].variant.number == 7
+
+
+def test_a_chunk_does_not_get_the_terms_of_as_many_rows():
+    """A layer may compute one token of a chunk at a time; of rows it computes all."""
+    allocator = BlockAllocator(16, 4)
+    request = Request(0, [1] * 6, SamplingParams(), 0, variant=Numbered(7))
+    allocator.admit(0, 3)
+    allocator.make_writable(0, 3, 6)
+    stacks = RankStacks(8, {}, 1)
+    stacks.pairs["layer"] = mx.ones((1, 8, 3)), mx.ones((1, 8, 3))
+    terms = BatchTerms(lambda wanted: {7: (stacks, 0)})
+    spans = [Span(request, 2, 6, samples=1)]
+    of_rows = terms(Batch(spans, allocator))
+    assert terms(Batch(spans, allocator)) is of_rows
+    of_chunk = terms(Batch(spans, allocator, Layout.CHUNK))
+    assert of_chunk.added("layer", mx.ones((1, 3)), mx.ones((1, 3))).tolist() == [[25.0] * 3]
 
 
 def test_a_mirror_that_was_told_nothing_computes_nothing():

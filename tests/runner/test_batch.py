@@ -174,6 +174,7 @@ def test_a_token_that_is_alone_has_a_mask_only_if_keys_are_hidden():
     [forward] = Batch(make_spans(allocator, (9, 8, 9)), allocator).forwards
     assert forward.mask(1, FULL) is None and forward.max_context == 9
     assert forward.mask(1, causal(3)).tolist() == [[[[False] * 6 + [True] * 3]]]
+    assert forward.mask(2, FULL).tolist() == [[[[True] * 8 + [False], [True] * 9]]]
     traced = replace(forward, is_traced=True, max_context=16)  # as wide as the table
     assert traced.mask(1, FULL).tolist() == [[[[True] * 9 + [False] * 7]]]
 
