@@ -1,6 +1,7 @@
 """Another process has its parts of all factors that rank 0 has put into its stacks."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -8,10 +9,12 @@ from mlx_paged.adapters.store import AdapterStore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, Layout
+from mlx_paged.runner.low_rank_layers import AdaptedLayers, LowRankTerms
 from mlx_paged.runner.low_rank_places import places_of
 from mlx_paged.runner.low_rank_stacks import RankStacks
 from mlx_paged.runner.placed_terms import BatchTerms, Mirror
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
+from mlx_paged.runner.row_terms import using
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 from tests.runner.test_layer_cuts import divided
@@ -126,3 +129,26 @@ def test_an_adapter_of_layers_that_are_divided_in_an_unknown_way_is_refused_by_n
         store.load_arrays("one", arrays, 2.0)
     arrays = {name: each for name, each in arrays.items() if ".mlp." in name}
     assert store.load_arrays("one", arrays, 2.0).num_bytes > 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("mode", ["", "affine", "mxfp4"])
+def test_a_layer_that_sums_computes_without_terms_what_mlx_computes(mode, has_bias):
+    """Between its product and its sum a layer has room for terms only if this package makes both,
+    as MLX makes them."""
+    mx.random.seed(3)
+    layer = nn.Linear(64, 32, bias=has_bias)
+    if mode:
+        sizes = {"group_size": 32, "bits": 4, "mode": mode}
+        layer = nn.QuantizedLinear.from_linear(layer, **sizes)
+        summed = nn.QuantizedShardedToAllLinear.from_quantized_linear(layer)
+    else:
+        summed = nn.ShardedToAllLinear.from_linear(layer)
+    x, model = mx.random.normal((3, 64)), nn.Module()
+    model.layers = [summed]
+    expected = summed(x)
+    AdaptedLayers.of(model)
+    assert type(summed).__call__ is not type(summed).__base__.__call__
+    with using(LowRankTerms([])):
+        found = summed(x)
+    assert mx.array_equal(found, expected)
