@@ -15,9 +15,9 @@ MIB = 2**20
 GIB = 2**30
 
 
-def make_parser(bench: str, about: str) -> Parser:
-    """The parser of one bench."""
-    return Parser(prog=f"bench.{bench}", description=about)
+def make_parser(name: str, about: str, package: str = "bench") -> Parser:
+    """The parser of one bench, or of a script that `package` has."""
+    return Parser(prog=f"{package}.{name}", description=about)
 
 
 def add_model(parser: Parser, default: str = "reference") -> None:

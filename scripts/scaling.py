@@ -93,7 +93,7 @@ def growth_of(points: list[Point]) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = make_parser("scaling", __doc__)
+    parser = make_parser("scaling", __doc__, "scripts")
     parser.prog = "scripts.scaling"
     add, contexts = parser.add_argument, [256, 512, 1024]
     add("--rows", type=COUNT, nargs="+", default=[8, 16, 32], help="that decode")

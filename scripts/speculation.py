@@ -163,7 +163,7 @@ def measure_stalls(model: nn.Module, vocab: int, active: int, bound_ms: float) -
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser("speculation", __doc__)
+    parser = make_parser("speculation", __doc__, "scripts")
     add = parser.add_argument
     add("--preset", choices=[*PRESETS, *JOBS], default="copy")
     add("--model", help="default: the preset's")
