@@ -80,8 +80,18 @@ def add_low_rank_terms(
     return _added(y, x, a, b, rows)
 
 
+def expert_slots(slots: mx.array, experts: mx.array, num_experts: int) -> RowSlots:
+    """The slots of pairs of a row and an expert, for :func:`add_expert_terms`.
+
+    Args:
+        slots: of the rows, int32, of the shape of `experts`; -1: a row has no term.
+        experts: ``[..., k]`` below `num_experts`.
+    """
+    return RowSlots(mx.where(slots >= 0, slots * num_experts + experts.astype(mx.int32), -1))
+
+
 def add_expert_terms(
-    y: mx.array, x: mx.array, a: mx.array, b: mx.array, slots: mx.array, experts: mx.array
+    y: mx.array, x: mx.array, a: mx.array, b: mx.array, pairs: RowSlots
 ) -> mx.array:
     """``y + (x @ a[s, e].T) @ b[s, e]`` in the rows of a layer of experts whose slot s is not
     negative; the other rows as they are.
@@ -89,11 +99,9 @@ def add_expert_terms(
     Args:
         a: ``[S, E, r, I]``.
         b: ``[S, E, r, O]``.
-        slots: int32, of the shape of `experts`.
-        experts: the expert of each row of `y`, ``[..., k]`` below E.
+        pairs: of each row of `y` as :func:`expert_slots`.
     """
-    index = mx.where(slots >= 0, slots * a.shape[1] + experts.astype(mx.int32), -1)
-    return _added(y, x, a.flatten(0, 1), b.flatten(0, 1), RowSlots(index))
+    return _added(y, x, a.flatten(0, 1), b.flatten(0, 1), pairs)
 
 
 def _added(y: mx.array, x: mx.array, a: mx.array, b: mx.array, rows: RowSlots) -> mx.array:

@@ -1,6 +1,7 @@
 """The layers of a model, which add the terms of the rows that they compute."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import local
 from typing import Any, NamedTuple, Self, cast
@@ -12,6 +13,7 @@ from mlx_paged.ops.low_rank_terms import (
     RowSlots,
     add_expert_terms,
     add_low_rank_terms,
+    expert_slots,
     times_weight,
 )
 from mlx_paged.runner.low_rank_places import ROUTERS, SUMMED, Pair, Place, places_of
@@ -29,6 +31,20 @@ class Group(NamedTuple):
 
     rows: RowSlots
     pairs: Mapping[str, Pair]
+
+
+@dataclass(eq=False)
+class Routed:
+    """What a router gives its layers of experts.
+
+    Attributes:
+        experts: of each row, ``[..., k]``.
+        known: by number of a group the experts of pairs of a row and an expert, as the layers
+            compute them, and the slots of these pairs, which the layers share.
+    """
+
+    experts: mx.array
+    known: dict[int, tuple[mx.array, RowSlots]] = field(default_factory=dict)
 
 
 class LowRankTerms:
@@ -83,32 +99,40 @@ class LowRankTerms:
         return y
 
     def added_to_experts(
-        self, path: str, x: mx.array, y: mx.array, experts: mx.array, of_rows: mx.array
+        self, path: str, x: mx.array, y: mx.array, experts: mx.array, routed: Routed
     ) -> mx.array:
         """The output `y` of a layer of experts for `x`, with the terms of its rows.
 
         Args:
             experts: of each pair of a row and an expert that the layer computes: ``[..., k]`` as
-                `of_rows`, or ``[n]``, if the pairs are in the order of the experts.
-            of_rows: the experts of each row, ``[..., k]``.
+                those of `routed`, or ``[n]``, if the pairs are in the order of the experts.
         """
-        for rows, pairs in self._groups:
+        for number, (rows, pairs) in enumerate(self._groups):
             if path not in pairs:
                 continue
-            slots, count = rows.slots, of_rows.shape[-1]
-            assert len(slots) * count == of_rows.size, "a layer computes other rows than the step"
-            if experts.shape == of_rows.shape:
-                own = mx.repeat(slots, count).reshape(experts.shape)
-            else:
-                own = mx.take(slots, mx.argsort(of_rows.flatten()) // count)
-            y = add_expert_terms(y, x, *pairs[path], own, experts)
+            a, b = pairs[path]
+            known = routed.known.get(number)
+            if known is None or known[0] is not experts:
+                slots = _of_pairs(rows.slots, experts, routed.experts)
+                known = experts, expert_slots(slots, experts, a.shape[1])
+                routed.known[number] = known
+            y = add_expert_terms(y, x, a, b, known[1])
         return y
 
 
-class _OfThread(local):
-    """The experts of each row that a router of the thread computes."""
+def _of_pairs(slots: mx.array, experts: mx.array, of_rows: mx.array) -> mx.array:
+    """The slots of pairs of a row and an expert, of the shape of `experts`."""
+    count = of_rows.shape[-1]
+    assert len(slots) * count == of_rows.size, "a layer computes other rows than the step"
+    if experts.shape == of_rows.shape:
+        return mx.repeat(slots, count).reshape(experts.shape)
+    return mx.take(slots, mx.argsort(of_rows.flatten()) // count)  # as mlx-lm orders them
 
-    experts: mx.array | None = None
+
+class _OfThread(local):
+    """What a router of the thread gives its layers."""
+
+    routed: Routed | None = None
 
 
 class AdaptedLayers:
@@ -159,15 +183,15 @@ class AdaptedLayers:
         indices: mx.array,
         **options: Any,
     ) -> mx.array:
-        y, terms, of_rows = layer(x, indices, **options), current(), self._of_thread.experts
+        y, terms, routed = layer(x, indices, **options), current(), self._of_thread.routed
         if not isinstance(terms, LowRankTerms):
             return y
-        assert of_rows is not None
-        return terms.added_to_experts(path, x, y, indices, of_rows)
+        assert routed is not None
+        return terms.added_to_experts(path, x, y, indices, routed)
 
     def _route(self, router: Callable[..., mx.array], x: mx.array, indices: mx.array) -> mx.array:
-        self._of_thread.experts = indices
+        self._of_thread.routed = Routed(indices)
         try:
             return router(x, indices)
         finally:
-            self._of_thread.experts = None
+            self._of_thread.routed = None

@@ -1,12 +1,20 @@
 """Each row of a mixed batch has the tokens of mlx-lm's model with that row's adapter alone."""
 
+import io
+import re
+from collections import Counter
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_paged import Engine, SamplingParams
+from mlx_paged.ops.low_rank_terms import RowSlots
+from mlx_paged.runner.low_rank_layers import AdaptedLayers, Group, LowRankTerms
+from mlx_paged.runner.row_terms import using
 from tests.support.models.adapters import greedy, random_arrays, with_adapter, write_adapter
 from tests.support.models.architectures import VOCAB, build
 
@@ -132,3 +140,28 @@ def log_probabilities(model: nn.Module, prompt: list[int]) -> np.ndarray:
     """mlx-lm's, of the token after a prompt."""
     logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
     return np.array(nn.log_softmax(logits.astype(mx.float32)))
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("count", [4, 40])
+def test_layers_of_a_router_share_the_slots_of_its_pairs(count, is_gpu, monkeypatch):
+    """mlx-lm sorts 64 pairs of a row and an expert or more; the terms need that order once."""
+    if is_gpu:
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    router, model = SwitchGLU(32, 16, 4), nn.Module()
+    model.layers = [router]
+    rows = RowSlots.known(np.arange(count, dtype=np.int32) % 3 - 1)
+    places = AdaptedLayers.of(model).places
+    pairs = {path: tuple(map(mx.ones, ((2, *each) for each in place.shapes(8))))
+             for path, place in places.items()}  # fmt: skip
+    assert len(pairs) == 3
+    x = mx.random.normal((count, 32))
+    experts = mx.array(np.arange(2 * count, dtype=np.uint32).reshape(count, 2) % 4)
+    text = io.StringIO()
+    with using(LowRankTerms([Group(rows, pairs)])):
+        mx.export_to_dot(text, router(x, experts))
+    nodes = Counter(re.findall(r'label ="(\w+)"', text.getvalue()))
+    own_sorts = 2 if 2 * count >= 64 else 0  # and back
+    assert nodes["ArgSort"] == own_sorts + (own_sorts > 0)
+    on_gpu = mx.default_device() != mx.cpu
+    assert (nodes["GreaterEqual"], nodes["Select"]) == (1 + on_gpu, 1 + 3 * on_gpu)

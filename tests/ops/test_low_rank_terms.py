@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.ops.low_rank_terms import RowSlots, add_expert_terms, add_low_rank_terms
+from mlx_paged.ops.low_rank_terms import (
+    RowSlots,
+    add_expert_terms,
+    add_low_rank_terms,
+    expert_slots,
+)
 
 SLOTS, RANK, INPUTS, OUTPUTS, EXPERTS = 3, 8, 40, 24, 4
 ERROR = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
@@ -57,9 +62,8 @@ def test_terms_of_experts_are_those_of_float64(dtype):
     a = random(SLOTS, EXPERTS, RANK, INPUTS, dtype=dtype)
     b = random(SLOTS, EXPERTS, RANK, OUTPUTS, dtype=dtype)
     slots, experts = [[2, 2], [-1, -1], [0, 0]], [[3, 0], [1, 2], [2, 3]]
-    got = add_expert_terms(
-        y, x, a, b, mx.array(slots, mx.int32), mx.array(experts).astype(mx.uint32)
-    )
+    given = mx.array(slots, mx.int32), mx.array(experts).astype(mx.uint32)
+    got = add_expert_terms(y, x, a, b, expert_slots(*given, EXPERTS))
     pairs = zip(np.ravel(slots).tolist(), np.ravel(experts).tolist(), strict=True)
     assert_terms(got, y, x, a, b, [None if s < 0 else (s, e) for s, e in pairs], dtype)
 
