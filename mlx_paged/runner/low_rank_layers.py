@@ -129,6 +129,19 @@ def _of_pairs(slots: mx.array, experts: mx.array, of_rows: mx.array) -> mx.array
     return mx.take(slots, mx.argsort(of_rows.flatten()) // count)  # as mlx-lm orders them
 
 
+OWN_GRAPHS = {"_step": "_decode_core"}
+"""Attributes in which layers of models keep a compiled function, and the methods that it computes:
+kimi_k3's on a GPU."""
+
+
+def _keep_no_graph(module: nn.Module) -> None:
+    """Let a layer that compiles its decode itself compute it uncompiled: the graph would keep the
+    terms of the rows with which it was traced."""
+    for compiled, method in OWN_GRAPHS.items():
+        if compiled in vars(module) and hasattr(module, method):
+            setattr(module, compiled, getattr(module, method))
+
+
 class _OfThread(local):
     """What a router of the thread gives its layers."""
 
@@ -155,6 +168,7 @@ class AdaptedLayers:
         for module in modules.values():
             if isinstance(module, ROUTERS):
                 override(module, "__call__", self._route)
+            _keep_no_graph(module)
 
     @classmethod
     def of(cls, model: nn.Module) -> "AdaptedLayers":

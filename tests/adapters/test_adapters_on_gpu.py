@@ -65,6 +65,22 @@ def test_products_of_a_gpu_give_the_tokens_of_mlx_lm(
     assert not any(held.are_reserved for held in engine._models.adapters._stacks.values())
 
 
+def test_a_layer_that_compiles_itself_keeps_no_terms(tmp_path, monkeypatch):
+    """On a Mac kimi_k3's layers compile their decodes of each number of rows."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(stacks, "_reserves", lambda: False)
+    folders = folders_in(tmp_path, "kimi_k3")
+    alone = answers("kimi_k3", folders)
+    model = build("kimi_k3")
+    plain = Engine(model, **SIZES)
+    assert plain.generate([PROMPT], max_tokens=TOKENS)[0].tokens == alone[None]
+    assert any(getattr(module, "_step", None) is not None for module in model.modules())
+    engine = Engine(model, **SIZES, adapters=folders)
+    for each in ("a", "b", None, "c"):
+        (done,) = engine.generate([PROMPT], max_tokens=TOKENS, adapter=each)
+        assert done.tokens == alone[each], each
+
+
 @pytest.mark.parametrize("reserves", [False, True])
 def test_a_slot_is_written_when_nothing_under_way_reads_it(tmp_path, monkeypatch, reserves):
     """A GPU would read the slot of a step under way while the host writes there."""
