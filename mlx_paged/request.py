@@ -54,6 +54,11 @@ class Variant(Protocol):
     def number(self) -> int: ...
 
 
+def root_of(salt: bytes, variant: Variant | None) -> bytes:
+    """The :attr:`Request.root` of requests with this salt and variant."""
+    return salt if variant is None else b"\xff" + variant.key + salt
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence that the engine generates.
@@ -115,7 +120,7 @@ class Request:
     def root(self) -> bytes:
         """What all its K/V depends on: requests share K/V if it is equal. No salt is text that
         begins with the byte 255."""
-        return self.salt if self.variant is None else b"\xff" + self.variant.key + self.salt
+        return root_of(self.salt, self.variant)
 
     @property
     def keys(self) -> list[int]:

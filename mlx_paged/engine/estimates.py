@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.prompt import Prompt
+from mlx_paged.request import Variant, root_of
 
 
 class Estimate(NamedTuple):
@@ -24,13 +25,15 @@ class Estimate(NamedTuple):
     first_token_s: float | None
 
 
-def estimate(engine: EngineCore, tokens: Sequence[int], cache_salt: str) -> Estimate:
+def estimate(
+    engine: EngineCore, tokens: Sequence[int], cache_salt: str, variant: Variant | None = None
+) -> Estimate:
     """What a request with a prompt of these token ids would cost. Computes and queues nothing.
     Raises ValueError, as :meth:`EngineCore.add_request`, for a token that the model does not have.
     """
     engine.check_prompt(tokens)
     keys = tokens.keys if isinstance(tokens, Prompt) else tokens
-    cached, ahead = engine.scheduler.ahead_of(keys, cache_salt.encode())
+    cached, ahead = engine.scheduler.ahead_of(keys, root_of(cache_salt.encode(), variant))
     stats, seconds = engine.stats, None
     if stats.prompt_tokens and stats.prefill_seconds:
         left = ahead + len(keys) - cached

@@ -274,13 +274,19 @@ class Answer(Reply):
 
     def _read(self, model: Model) -> list[SamplingParams]:
         """As :meth:`read`, with the server's defaults."""
-        args, given = self.state.args, self.fields["adapter"]
+        args = self.state.args
         read = self.read(model, args, args.chat_template_args)
-        if given is None:
-            return read
-        adapter = self.state.models.adapters.use(model.service, given)
+        adapter = self.adapter_of(model)
+        return [replace(params, adapter=adapter) for params in read] if adapter else read
+
+    def adapter_of(self, model: Model) -> str | None:
+        """The name by which the engine has the adapter that the request asks for, which is loaded
+        if it has no name yet. Raises Refusal and ValueError as :meth:`ServedAdapters.use`."""
+        if self.fields["adapter"] is None:
+            return None
+        adapter = self.state.models.adapters.use(model.service, self.fields["adapter"])
         self.fields["adapter"] = adapter  # a path has many spellings, which may be any text
-        return [replace(params, adapter=adapter) for params in read]
+        return adapter
 
     def _num_scores(self, params: list[SamplingParams]) -> int:
         """Log-probabilities of tokens of the prompts that are wanted."""

@@ -87,14 +87,18 @@ async def estimate(answer: Answer) -> dict[str, Any]:
     are computed before it, and seconds until its first token."""
 
     def measure(model: Model) -> dict[str, Any]:
-        limit = model.max_context
+        limit, salt = model.max_context, answer.fields["cache_salt"]
+        adapter = answer.adapter_of(model)
         try:
             tokens = _prompt(answer, model).tokens
         except ContextExceeded as error:
             return {"tokens": error.num_prompt, "max_model_len": limit, "fits": False}
 
         def ask(engine: Engine) -> dict[str, Any]:
-            return estimates.estimate(engine, tokens, answer.fields["cache_salt"])._asdict()
+            is_there = adapter is None or adapter in engine.adapters
+            require(is_there, "adapters", "an adapter that is loaded", adapter)
+            variant = None if adapter is None else engine.adapters[adapter]
+            return estimates.estimate(engine, tokens, salt, variant)._asdict()
 
         return {"max_model_len": limit, "fits": True} | model.service.call(ask)
 

@@ -78,6 +78,18 @@ PLACES = [
 ]
 
 
+def test_an_estimate_counts_the_cached_tokens_of_the_adapter(server):
+    def cached(**body):
+        status, _, content = post(server, {"prompt": prompt} | body, "/v1/estimate", headers=KEY)
+        return content["cached_tokens"] if status == 200 else (status, content["error"]["param"])
+
+    prompt = [9] * 49
+    ask(server, prompt=prompt, adapters="one")
+    assert (cached(adapters="one"), cached(model="one"), cached()) == (48, 48, 0)
+    assert cached(adapters="three") == 0
+    assert cached(adapters="nowhere") == (404, "adapters")
+
+
 @pytest.mark.parametrize("given", PLACES)
 def test_nothing_outside_the_folder_is_used(server, root, given):
     answers = [ask(server, adapters=given), ask(server, adapters=str(root / "outside" / given))]
