@@ -284,7 +284,7 @@ class Answer(Reply):
         if it has no name yet. Raises Refusal and ValueError as :meth:`ServedAdapters.use`."""
         if self.fields["adapter"] is None:
             return None
-        adapter = self.state.models.adapters.use(model.service, self.fields["adapter"])
+        adapter: str = self.state.models.adapters.use(model.service, self.fields["adapter"])
         self.fields["adapter"] = adapter  # a path has many spellings, which may be any text
         return adapter
 
