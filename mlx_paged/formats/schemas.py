@@ -8,7 +8,7 @@ from mlx_paged.formats.json_text import is_json, is_number, written
 
 Schema = Any  # a JSON schema; what a client sends can be anything
 
-MAX_DIGITS = 18  # of an index that is read
+MAX_DIGITS = 18  # of an index of a list
 MAX_STEPS = 100  # of references and combined schemas that are followed
 
 ALIASES = {
@@ -23,10 +23,14 @@ ALIASES = {
 """Names of types that schemas of clients have, by those of JSON schemas."""
 
 TYPES: dict[type, str] = {
-    **{bool: "boolean", int: "integer", float: "number", type(None): "null"},
-    **{dict: "object", list: "array"},
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    type(None): "null",
+    dict: "object",
+    list: "array",
 }
-"""JSON types by those of Python, but for strings."""
+"""Names of JSON types by Python's types, except strings."""
 
 NAMES = {"string", "integer", "number", "boolean", "object", "array", "null"}
 
@@ -154,16 +158,17 @@ def _pointed(reference: str, root: Schema) -> Schema:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping):
             found = found.get(key)
-        elif isinstance(found, list) and key.isdecimal() and _index(key) < len(found):
+        elif isinstance(found, list) and _is_index(key) and int(key) < len(found):
             found = found[int(key)]
         else:
             return {}
     return found
 
 
-def _index(key: str) -> int:
-    """The number that digits are; Python reads no more than some thousand of them."""
-    return int(key[:MAX_DIGITS])
+def _is_index(key: str) -> bool:
+    """Whether a part of a reference can be an index. Python reads no number of some thousand
+    digits."""
+    return len(key) <= MAX_DIGITS and key.isdecimal()
 
 
 def choices_of(schema: Schema, root: Schema) -> list[Any] | None:
