@@ -170,8 +170,8 @@ class KVBlockManager:
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
         """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is written."""
         num_tokens = min(len(tokens), self.allocator.num_tokens(seq_id))
-        num_computed = integer("commit", "num_computed", num_computed, 0, num_tokens)
-        self.allocator.register_prefix(seq_id, tokens, num_computed)
+        length = integer("commit", "num_computed", num_computed, 0, num_tokens)
+        self.allocator.register_prefix(seq_id, tokens, length)
 
     def cached_prefix(self, tokens: Sequence[int]) -> int:
         """How many leading tokens a new sequence would find in the prefix cache."""
