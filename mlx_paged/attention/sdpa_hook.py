@@ -65,7 +65,8 @@ class AttendingCache:
         """The mask of N tokens, as models ask for it; None, as in mlx-lm, if it hides nothing. By
         `limits`, arguments of :meth:`Causal.limited`, a query may see fewer keys than the layer's.
         """
-        sees = self.sees if {*limits.values()} <= {None} else self.sees.limited(**limits)
+        has_limits = set(limits.values()) != {None}
+        sees = self.sees.limited(**limits) if has_limits else self.sees
         mask = self.mask(N, sees)
         return None if mask is None else CausalMask.of(mask, sees=sees)
 

@@ -20,9 +20,15 @@ SPARE = range(0xF5A3C, 0xFFFFE)
 """Characters for private use, which no vocabulary has."""
 
 FORMS = re.compile(
-    rf"[{chr(SPARE[0])}-{chr(SPARE[-1])}]|\\udb[0-9a-f]{{2}}\\ud[c-f][0-9a-f]{{2}}|\\U000f[0-9a-f]{{4}}"
+    "|".join(
+        [
+            f"[{chr(SPARE[0])}-{chr(SPARE[-1])}]",
+            r"\\udb[0-9a-f]{2}\\ud[c-f][0-9a-f]{2}",
+            r"\\U000f[0-9a-f]{4}",
+        ]
+    )
 )
-"""What :func:`_forms` makes of them."""
+"""The forms of these characters, as :func:`_forms` makes them."""
 LONGEST_FORM = 12
 PIECE = 1 << 16  # characters of a text
 

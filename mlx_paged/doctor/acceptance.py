@@ -52,7 +52,8 @@ def compare(found: Findings, calm: Calm, sources: Mapping[str, Mapping[str, Any]
     """Complete the prompts with drafts of each of `sources`, the options of an engine by name, and
     compare the tokens with mlx-lm's."""
     for name in found.progress(list(sources), "source"):
-        engine = Engine(calm.model, **({"num_blocks": 512, "max_running": 6} | dict(sources[name])))
+        options = {"num_blocks": 512, "max_running": 6} | dict(sources[name])
+        engine = Engine(calm.model, **options)
         play = Play(engine, calm)
         for _ in range(ROUNDS):
             play.run()

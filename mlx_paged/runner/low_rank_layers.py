@@ -76,16 +76,17 @@ class LowRankTerms:
 
     def with_arrays(self, arrays: list[mx.array]) -> Self:
         given = iter(arrays)
-        return type(self)(
-            [
-                Group(RowSlots(next(given)), {path: (next(given), next(given)) for path in pairs})
-                for _, pairs in self._groups
-            ],
-            self._are_sequences,
-        )
+        groups = []
+        for _, pairs in self._groups:
+            rows = RowSlots(next(given))
+            groups.append(Group(rows, {path: (next(given), next(given)) for path in pairs}))
+        return type(self)(groups, self._are_sequences)
 
     def only(self, rows: mx.array, are_sequences: bool = False) -> Self:
-        groups = [Group(RowSlots(mx.take(own.slots, rows)), pairs) for own, pairs in self._groups]
+        groups = []
+        for own, pairs in self._groups:
+            slots = mx.take(own.slots, rows)
+            groups.append(Group(RowSlots(slots), pairs))
         return type(self)(groups, are_sequences)
 
     def added(self, path: str, x: mx.array, y: mx.array) -> mx.array:

@@ -36,7 +36,9 @@ class RankStacks:
     """
 
     def __init__(self, rank: int, places: Mapping[str, Place], capacity: int) -> None:
-        self.rank, self.capacity, self.number = rank, capacity, next(_numbers)
+        self.rank = rank
+        self.capacity = capacity
+        self.number = next(_numbers)
         self.pairs: dict[str, Pair] = {}
         self.num_slots = 0
         self.slots: OrderedDict[int, int] = OrderedDict()  # by the adapter's number

@@ -82,7 +82,8 @@ class ModelRunner:
         reads_states: Sequence[int] = (),
         make_sampler: Callable[[], Sampler] = Sampler,
     ) -> None:
-        self.model, self._lock, self._hook = model, lock_of(model), attention_hook()
+        self.model, self._lock = model, lock_of(model)
+        self._hook = attention_hook()
         self._hosted = model if isinstance(model, HostedModel) else None
         self.allocator = allocator
         self.pool = pool
@@ -479,10 +480,9 @@ class ModelRunner:
         """The model's output for `inputs` on the caches of the groups' members."""
         for layer in self.layers:
             layer.bind(forwards[layer.place.table])
-        lock, on_cpu = self._lock, mx.default_device() == mx.cpu
-        layers = self.cpu_layers.diverted() if on_cpu else lock  # to enter the lock again is free
-        hidden = self._hidden.forward() if self._hidden.wanted else lock
-        with lock, self._hook, layers, hidden:
+        layers = self.cpu_layers.diverted() if mx.default_device() == mx.cpu else self._lock
+        hidden = self._hidden.forward() if self._hidden.wanted else self._lock
+        with self._lock, self._hook, layers, hidden:  # to enter the lock again changes nothing
             logits: mx.array = self.model(inputs, cache=self.caches, **more)
         return logits
 

@@ -15,7 +15,9 @@ from mlx_paged.kv.state_kind import ReadAndLeft
 from mlx_paged.request import Request
 from mlx_paged.scheduler.step import NO_WORK, SampledToken, Span, Step, StepReport, StepWork
 
-ID, NUM_COMPUTED, SAMPLES = map(attrgetter, ("id", "num_computed", "samples"))
+ID = attrgetter("id")
+NUM_COMPUTED = attrgetter("num_computed")
+SAMPLES = attrgetter("samples")
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Tokens and their log-probabilities, the likeliest ones first."""
