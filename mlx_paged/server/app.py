@@ -409,9 +409,12 @@ async def _list_models(request: Request) -> Response:
 
 
 async def _change_adapters(request: Request) -> Response:
-    """Load an adapter, or take its name away, as vLLM does."""
+    """Load an adapter, or take its name away, as vLLM does. If there is an admin's key, no other
+    key may."""
     state, loads = request.app.state, request.scope["path"] == LOAD_ADAPTER
     models: Models = state.models
+    if state.args.admin_key is not None and not request.scope["state"].get("is_admin"):
+        raise Refusal(403, "only the key of --admin-key loads and unloads adapters", "forbidden")
     raw = await bodies.read(request, state.args.max_request_bytes)
     with refusing():
         body = json_text.parse(raw)

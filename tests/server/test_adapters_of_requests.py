@@ -121,6 +121,23 @@ def test_adapters_are_loaded_and_unloaded(server, root):
         assert post(server, {"lora_name": name, "lora_path": "one"}, load, KEY)[0] == 400
 
 
+def test_only_the_admins_key_changes_adapters_if_there_is_one(root):
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    body, admin = {"lora_name": "own", "lora_path": "one"}, {"X-Api-Key": "boss"}.items()
+    flags = ("--adapters-dir", str(root / "dir"), "--admin-key", "boss")
+    for flag, key in (((), ()), (("--api-key", "k"), KEY)):
+        with live(*flags, *flag) as server:
+            for path in (load, unload):
+                status, _, content = post(server, body, path, key)
+                assert status == 403 and content["error"]["code"] == "forbidden"
+            assert post(server, {"prompt": CODE, "model": "own"}, headers=admin)[0] == 404
+            assert post(server, body, load, admin)[0] == 200
+            own = {"prompt": CODE, "model": "own", "max_tokens": TOKENS, "temperature": 0}
+            _, _, content = post(server, own, headers=key)
+            assert content["choices"][0]["text"] == expected(root / "dir/one")
+            assert post(server, {"lora_name": "own"}, unload, admin)[0] == 200
+
+
 def test_a_refusal_names_the_field(server):
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     wrong = {
