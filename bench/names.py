@@ -16,6 +16,17 @@ REFERENCE: dict[str, Any] = {
 SIZES: dict[str, dict[str, Any]] = {
     "reference": REFERENCE,
     "many-kv-heads": REFERENCE | {"num_key_value_heads": 8},
+    "smollm2-shape": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -26,7 +37,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 """By name. Published numbers are measured with "reference". "many-kv-heads" has four times the K/V
-(16 KiB a token). "tiny" is for tests."""
+(16 KiB a token). "smollm2-shape" is for prompts that SmolLM2 has no positions for. "tiny" is for
+tests."""
 
 REAL_MODEL = "REAL_MODEL_DIR"
 """The variable that names the directory of :mod:`scripts.real_model`."""

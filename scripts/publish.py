@@ -8,7 +8,7 @@ Each part runs bench commands, one process each, with OpenBLAS preloaded on Linu
 goes to docs/benchmarks.json, which has one commit: where the product or a bench differs from the
 commit of the file, the file begins anew. A part is measured again where other processes computed
 beside it, and the quieter run is kept. A table whose part is missing says so; README's table needs
-all parts. Together they take about 15 minutes on two cores.
+all parts. Together they take about half an hour on two cores.
 """
 
 import argparse

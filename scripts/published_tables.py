@@ -18,7 +18,10 @@ HEADLINE = "chat-4bit", "short-4bit", "chat-float32", "reference", "joins"
 """The parts that README's table has figures of."""
 
 CHAT = "bench.serving --preset long-tail-chat --requests 24 --target-active 16 --no-static"
+FLOAT32 = "--model smollm2-float32 --engines mlx_paged,llama_cpp,llama_cpp_no_flash"
+FOUR_BITS = "--model smollm2-4bit --engines mlx_paged,llama_cpp_gguf"
 RATE, STEADY = "output_tokens_per_sec", "continuous_steady_tokens_per_sec"
+FIRST, NEXT = "ttft_ms", "tpot_ms"
 KIB = 1024
 
 Record = dict[str, Any]
@@ -46,9 +49,14 @@ def figures(value: float) -> str:
 def over(record: Record, other: str, key: str = RATE) -> str:
     """mlx_paged over another engine: the ratio of medians, and of the rounds' ratios the range."""
     ours, theirs = (record["engines"][n]["each_round"][key] for n in ("mlx_paged", other))
-    each = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return times(ours, theirs)
+
+
+def times(more: Sequence[float], less: Sequence[float]) -> str:
+    """The ratio of medians, and of the rounds' ratios the range."""
+    each = [a / b for a, b in zip(more, less, strict=True)]
     spread = f" ({figures(min(each))} to {figures(max(each))})" if len(each) > 1 else ""
-    return f"{figures(median(ours) / median(theirs))}x{spread}"
+    return f"{figures(median(more) / median(less))}x{spread}"
 
 
 def percentiles(row: Record, key: str, names: Sequence[str], unit_ms: float, form: str) -> str:
@@ -92,6 +100,53 @@ def chat_4bit(record: Record, bounded: Record) -> Lines:
         f" (p99 {bound['itl_ms']['p99']:.0f} ms), at {bound[RATE]:.0f} output tokens/s. Steps in"
         " which no stream decodes are not bounded."
     )
+
+
+def lone_prompts(*records: Record) -> Lines:
+    """One stream at a time: its first token, and the time of each further one."""
+
+    def cells(rounds: Record, key: str, unit_ms: float, own: Record) -> list[str]:
+        text = figures(median(rounds[key]) / unit_ms)
+        return [text, "" if rounds is own else times(rounds[key], own[key])]
+
+    rows = []
+    for record in records:
+        own = record["engines"]["mlx_paged"]["each_round"]
+        for name, engine in record["engines"].items():
+            rounds = engine["each_round"]
+            first, later = cells(rounds, FIRST, 1000, own), cells(rounds, NEXT, 1, own)
+            same = f"{engine['streams_as_first']} of {engine['streams']}"
+            rows.append([record["model"], name, *first, *later, same])
+    over_ours = "mlx_paged over it"
+    head = ["model", "", "first token, s", over_ours, "a further token, ms", over_ours]
+    yield from markdown([*head, "streams with mlx_paged's tokens"], rows)
+
+
+def chats(*records: Record) -> Lines:
+    """Streams that begin together: tokens a second, in the steady phase and in the whole run."""
+    rows = []
+    for record in records:
+        for name, engine in record["engines"].items():
+            cells = [f"{record['work']['requests']}", record["model"], name]
+            for key in (STEADY, RATE):
+                ratio = "" if name == "mlx_paged" else over(record, name, key)
+                cells += [figures(engine[key]), ratio]
+            rows.append(cells)
+    over_ours = "mlx_paged over it"
+    head = ["chats", "model", "", "tokens/s, steady phase", over_ours, "tokens/s, whole run"]
+    yield from markdown([*head, over_ours], rows)
+
+
+def quantized_kv(record: Record) -> Lines:
+    """Attention of decodes over quantized K/V beside the same op over bfloat16."""
+    rows = []
+    for case in record["cases"]:
+        paged, plain = (case["ways"][way] for way in ("paged", "plain"))
+        cells = [case["heads"], *(f"{case[key]}" for key in ("kv_bits", "batch"))]
+        cells += [f"{way['ms']:.3f}" for way in (paged, plain)]
+        rows.append([*cells, f"{plain['speedup']:.2f}x"])
+    head = ["heads", "bits", "sequences", "quantized, ms", "bfloat16, ms"]
+    yield from markdown([*head, "faster than bfloat16"], rows)
 
 
 def stalls(record: Record) -> Lines:
@@ -198,6 +253,35 @@ PARTS = {
         ),
         served,
     ),
+    "one-stream": Part(
+        tuple(
+            f"bench.serving --preset one-stream --no-static {model} --rounds 5"
+            for model in (FLOAT32, FOUR_BITS)
+        ),
+        lone_prompts,
+    ),
+    "prompt-7k": Part(
+        tuple(
+            f"bench.serving --preset prompt-7k --no-static {model} --rounds 3"
+            for model in (FLOAT32, FOUR_BITS)
+        ),
+        lone_prompts,
+    ),
+    "prompt-32k": Part(
+        (
+            "bench.serving --preset prompt-32k --no-static --rounds 1"
+            " --engines mlx_paged,mlx_lm,llama_cpp,llama_cpp_no_flash",
+        ),
+        lone_prompts,
+    ),
+    "chats": Part(
+        tuple(
+            f"bench.serving --preset {preset} --no-static {model} --rounds 3"
+            for preset in ("few-chats", "many-chats")
+            for model in (FLOAT32, FOUR_BITS)
+        ),
+        chats,
+    ),
     "reference": Part(
         (
             "bench.serving --preset reference --prefill-chunk 96 --no-static --rounds 3"
@@ -214,6 +298,14 @@ PARTS = {
             " --batches 8 32 --contexts 4096 --block-sizes 8 16 32 --rounds 5 --ggml",
         ),
         attention,
+    ),
+    "quantized-kv": Part(
+        (
+            "bench.paged_attention --only decodes --heads 8:2:64 32:8:128 --dtypes bfloat16"
+            " --batches 8 32 --contexts 4096 --block-sizes 16 --kv-bits 8 6 4 --rounds 9"
+            " --case-seconds 15",
+        ),
+        quantized_kv,
     ),
     "windows": Part(
         ("scripts.windowed_memory --prompt-tokens 8000 --chunks 64 --chats 0",),

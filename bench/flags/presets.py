@@ -57,6 +57,11 @@ def _one_giant(rng: "np.random.Generator", count: int) -> Lengths:
     return prompts, outputs
 
 
+def _each(prompt: int, output: int) -> Draw:
+    """All requests alike."""
+    return _uniform((prompt, prompt + 1), (output, output + 1))
+
+
 BEHIND = "short-behind-long"
 STREAMS, LONG, SHORT = (8, 64, 600), (4, 4500, 16), (4, 128, 32)
 """Of :data:`BEHIND`: requests, prompt tokens, output tokens. The others arrive a second later."""
@@ -82,7 +87,7 @@ PRESETS: dict[str, Preset] = {
     "short-answers": Preset(
         "prompts of 8 tokens, outputs of 4, for slow engines",
         16,
-        _uniform((8, 9), (4, 5)),
+        _each(8, 4),
     ),
     "long-tail-chat": Preset(
         "log-normal lengths: many short requests, a few long ones", 64, _long_tail
@@ -105,6 +110,13 @@ PRESETS: dict[str, Preset] = {
         model="reference",
         agents=AGENTS,
     ),
+    "one-stream": Preset("one prompt of 1000 tokens, 128 output tokens", 1, _each(1000, 128)),
+    "prompt-7k": Preset("one prompt of 7000 tokens, 32 output tokens", 1, _each(7000, 32)),
+    "prompt-32k": Preset(
+        "one prompt of 32000 tokens, 32 output tokens", 1, _each(32000, 32), model="reference"
+    ),
+    "few-chats": Preset("4 prompts of 400 tokens, 128 output tokens each", 4, _each(400, 128)),
+    "many-chats": Preset("16 prompts of 100 tokens, 128 output tokens each", 16, _each(100, 128)),
     "one-giant-prompt": Preset(
         f"one prompt of {GIANT_PROMPT} tokens among short ones", 24, _one_giant
     ),

@@ -18,6 +18,9 @@ from bench.serving.measures import (
 from bench.serving.run import Run
 from bench.serving.session import Session
 
+LATENCIES = ("ttft_ms", "tpot_ms")
+"""Of which each round's median is kept."""
+
 SPIKES_SHOWN = 5  # of each engine, the longest
 
 Column = tuple[str, Callable[[Summary], Any], str]
@@ -178,6 +181,8 @@ def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) 
     for name, row in engines.items():
         row["failures"] = [reason for each in rounds[name] for reason in each["failures"]]
         row["each_round"] = {key: [each[key] for each in rounds[name]] for key in RATIOS}
+        medians = {key: [each[key]["p50"] for each in rounds[name]] for key in LATENCIES}
+        row["each_round"] |= medians
         row["max_rate"] = session.max_rate.get(name)
         row["probes"] = probes = session.probes.get(name, [])
         row["max_rate_is_bound"] = row["max_rate"] is not None and all(

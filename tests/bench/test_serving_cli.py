@@ -95,6 +95,8 @@ def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
     assert paged["streams_as_first"] == stock["streams_as_first"] == 4
     assert paged["kv_pool_mib"] > 0 and stock["kv_pool_mib"] is None
     assert result["ratios"]["mlx_paged / mlx_lm"]["output_tokens_per_sec"] > 0
+    for latency in ("ttft_ms", "tpot_ms"):
+        assert stock["each_round"][latency] == [stock[latency]["p50"]]
     text = "\n".join(lines)
     for phase in ("ramp", "steady", "tail"):
         assert len(re.findall(rf"^\[phase {phase}\] ticks=\d+ time=[\d.]+s ", text, re.M)) == 2

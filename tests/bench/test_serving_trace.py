@@ -51,6 +51,15 @@ def test_presets_are_what_their_names_say():
     ]
     assert [len(job.prompt) for job in giants] == [8192]
     assert {job.samples for job in make_jobs(PRESETS["fork-heavy"], 100, 0)} == {8}
+    for preset, count, prompt, output in (
+        ("one-stream", 1, 1000, 128),
+        ("prompt-7k", 1, 7000, 32),
+        ("prompt-32k", 1, 32000, 32),
+        ("few-chats", 4, 400, 128),
+        ("many-chats", 16, 100, 128),
+    ):
+        lengths = [(len(job.prompt), job.max_tokens) for job in make_jobs(PRESETS[preset], 100, 0)]
+        assert lengths == [(prompt, output)] * count
     chat = [len(job.prompt) for job in make_jobs(PRESETS["long-tail-chat"], 100, 0, requests=999)]
     assert np.percentile(chat, 99) > 5 * np.median(chat)
 
