@@ -100,7 +100,8 @@ def as_chat(body: Fields, counts: bool) -> Fields:
 
 
 def _thought(thinking: Any) -> Fields:
-    kind = thinking.get("type") if isinstance(thinking, dict) else thinking
+    require(isinstance(thinking, dict), "thinking", "an object", thinking)
+    kind = thinking.get("type")
     if thinking and kind not in ("adaptive", "disabled", "enabled"):
         raise ValueError(f"thinking: expected adaptive, disabled or enabled, got {str(kind)!r:.80}")
     own = {"type", "budget_tokens"}

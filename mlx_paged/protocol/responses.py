@@ -142,9 +142,10 @@ def _text(content: Any, name: str) -> str:
     """The text of a string or of parts that are text."""
     parts = parts_of(content)
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else part
-        if str(kind) not in TEXTS:
-            raise ValueError(f"{name}: expected text, got a part of the type {str(kind)!r:.80}")
+        require(isinstance(part, dict), name, "text or a list of objects", part)
+        if str(part.get("type")) not in TEXTS:
+            kind = str(part.get("type"))
+            raise ValueError(f"{name}: expected text, got a part of the type {kind!r:.80}")
     given = [{"type": "text", "text": part.get(TEXTS[part["type"]])} for part in parts]
     return text_of(given, name)
 

@@ -403,7 +403,8 @@ def test_what_this_model_cannot_do_is_named(server, fields, ignored):
 
 MISTAKES = [
     ({"thinking": {"type": "much"}}, "thinking: expected adaptive"),
-    ({"thinking": 7}, "thinking: expected adaptive"),
+    ({"thinking": 7}, "thinking: expected an object"),
+    ({"thinking": "enabled"}, "thinking: expected an object"),
     ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens: expected"),
     ({"output_config": "x"}, "output_config: expected an object"),
 ]
