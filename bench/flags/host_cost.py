@@ -1,6 +1,7 @@
 """Arguments of ``mlx_paged bench host_cost``."""
 
 import argparse
+from shutil import which
 
 from bench.command import make_parser
 from mlx_paged.cli import COUNT
@@ -25,8 +26,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layers", type=COUNT, default=28, help="layers of the model whose graph is built")
     gpu = "only whole steps where ops choose as on a GPU, beside mlx-lm; a CPU computes them"
     add("--gpu", action="store_true", help=gpu)
+    counted = "with --gpu: count instructions and cache misses by valgrind's callgrind, no times"
+    add("--counted", action="store_true", help=counted)
     policies = "only whole steps of each number of rows under the policies fcfs and fair, in turns"
     add("--policies", action="store_true", help=policies)
     args = parser.parse_args(argv)
+    if args.counted and not args.gpu:
+        parser.error("--counted: expected --gpu beside it")
+    if args.counted and not (which("valgrind") and which("cc")):
+        parser.error("--counted: needs valgrind with its headers, and a C compiler named cc")
     args.rows = args.rows or (GPU_ROWS if args.gpu else ROWS)
     return args

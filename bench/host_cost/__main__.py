@@ -4,6 +4,7 @@ The model computes nothing and the device's time is left out. Engines take turns
 
     python -m bench.host_cost --rows 1 8 32 128 --blocks 512
     python -m bench.host_cost --gpu
+    python -m bench.host_cost --gpu --counted --rows 1
     python -m bench.host_cost --policies --rows 64
 """
 
@@ -25,6 +26,7 @@ from bench.command import print_result, table, text_of
 from bench.flags.clock import Clock
 from bench.flags.host_cost import parse
 from bench.host_cost.block_costs import PUBLISHED, block_costs
+from bench.host_cost.counted_steps import counted_steps
 from bench.host_cost.gpu_steps import TURN, gpu_steps, gpu_table
 from bench.host_cost.graph_costs import graph_costs, graph_table
 from bench.host_cost.policy_costs import policy_costs, policy_table
@@ -246,6 +248,11 @@ def block_table(live: dict[str, dict[str, float]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
+    if args.counted:
+        counts = counted_steps(args.layers, args.rows)
+        print(gpu_table(counts))
+        print_result("host_cost", machine | {"layers": args.layers, "counted_steps": counts})
+        return
     if args.gpu:
         found = gpu_steps(args.layers, args.rows, args.rounds * args.steps // TURN)
         print(gpu_table(found))

@@ -37,6 +37,10 @@ LARGE = 1 << 16
 """Bytes of an allocation for which glibc first joins what the evaluation has freed: some 0.5 ms,
 else a part of the step that first allocates so much. macOS has no such work."""
 
+NO_SPIKE = 1e9
+"""A busy machine makes some steps far longer than usual, and callgrind those that count. That an
+engine finds their causes is no part of a usual step."""
+
 ENGINES: dict[str, dict[str, Any]] = {
     "engine": {},
     "engine, compiled": {"compile": True},
@@ -106,20 +110,21 @@ class Course:
 
     def turn(self) -> float:
         """Microseconds of a step, the median of a turn."""
-        with self._inside():
+        with self.inside():
             times = [self.clock.seconds(self.step) for _ in range(TURN)]
         return 1e6 * median(times[WARM_STEPS:])
 
     def num_nodes(self) -> int:
         """Nodes of the graphs that a step begins to evaluate."""
         self.clock.num_nodes, self.clock.counts = 0, True
-        with self._inside():
+        with self.inside():
             self.step()
         self.clock.counts = False
         return self.clock.num_nodes
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def inside(self) -> Iterator[None]:
+        """A context in which the course's steps can be made."""
         with ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context())
@@ -131,7 +136,7 @@ def _engine_step(
 ) -> Callable[[], object]:
     rows = len(prompts)
     blocks = 2 * rows * -(-(PROMPT + tokens) // 16)
-    given = {"compile": False} | options
+    given = {"compile": False, "spike_ms": NO_SPIKE} | options
     engine = Engine(model, num_blocks=blocks, max_running=rows, prewarm=False, **given)
     for prompt in prompts:
         engine.add_request(prompt, max_tokens=tokens)
@@ -172,13 +177,18 @@ def courses_of(model: nn.Module, rows: int, tokens: int, clock: HostClock) -> di
     return courses
 
 
-def gpu_steps(layers: int, rows: Sequence[int], turns: int) -> list[dict[str, Any]]:
-    """By rows and course: microseconds of a step, the median over turns; how many times mlx-lm's
-    step of the same turn; nodes of the step's graph."""
+def deep_llama(layers: int) -> nn.Module:
+    """A Llama of so many small layers with random float16 weights."""
     size = {"hidden_size": 128, "num_hidden_layers": layers}
     model = random_llama(SIZES["tiny"] | size)
     model.set_dtype(mx.float16)
-    found = []
+    return model
+
+
+def gpu_steps(layers: int, rows: Sequence[int], turns: int) -> list[dict[str, Any]]:
+    """By rows and course: microseconds of a step, the median over turns; how many times mlx-lm's
+    step of the same turn; nodes of the step's graph."""
+    model, found = deep_llama(layers), []
     for count in rows:
         clock, tokens = HostClock(), (turns + WARM_TURNS + 1) * TURN + 8
         with clock.watching():

@@ -9,6 +9,7 @@ import pytest
 
 from bench.host_cost import __main__ as host_cost
 from bench.host_cost.__main__ import Stopwatch
+from bench.host_cost.counted_steps import per_step
 from bench.host_cost.gpu_steps import ENGINES
 from mlx_paged.ops import dispatch
 from scripts import scaling
@@ -23,6 +24,7 @@ SCALING = ["--model=tiny", "--rows", "2", "4", "--contexts", "20", "40", "--step
     [
         (host_cost, ["--rows", "0"], "--rows: expected a whole number >= 1, got '0'"),
         (host_cost, ["--blocks", "x"], "--blocks: expected a whole number >= 1, got 'x'"),
+        (host_cost, ["--counted"], "--counted: expected --gpu beside it"),
         (host_cost, ["--layers", "0"], "--layers: expected a whole number >= 1, got '0'"),
         (scaling, ["--contexts", "0"], "--contexts: expected a whole number >= 1, got '0'"),
         (scaling, ["--model", "gpt"], "--model: invalid choice: 'gpt'"),
@@ -41,6 +43,26 @@ def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsy
 def result_of(bench: Any, options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     bench.main(options)
     return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def dump_of(course: str, totals: str) -> str:
+    """What callgrind writes of a course."""
+    events = "Ir Dr Dw I1mr D1mr D1mw ILmr DLmr DLmw"
+    heads = "desc: I1 cache: 196608 B", f"desc: Trigger: Client Request: {course}"
+    return "\n".join([*heads, f"events: {events}", f"summary: {totals}", f"totals: {totals}"])
+
+
+def test_counts_are_those_of_a_step_beside_mlx_lms():
+    dumps = [
+        dump_of("mlx-lm", "2000 600 400 40 30 10 4 3 1"),
+        dump_of("engine, kv_bits 8", "1000 300 200 20 16 4 0 1 1"),
+    ]
+    base, engine = per_step(dumps, steps=2)
+    assert engine["course"] == "engine, kv_bits 8" and engine["instructions"] == 500
+    assert engine["first-level misses"] == 20 and engine["last-level misses"] == 1
+    assert (base["counts as"], engine["counts as"]) == (1000 + 10 * 40 + 100 * 4, 800)
+    assert engine["instructions, over mlx-lm"] == 0.5
+    assert engine["counts as, over mlx-lm"] == round(800 / 1800, 3)
 
 
 def test_policies_are_compared_in_turns(capsys):
