@@ -5,7 +5,7 @@ import resource
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 MEMINFO = "/proc/meminfo"
 LOWEST_BIT = bytes(byte & 1 for byte in range(256))
@@ -110,15 +110,28 @@ class MallocInfo(ctypes.Structure):
     ]
 
 
-def unused_heap() -> int:
-    """Bytes that were freed and that glibc keeps; 0: another C library, which does not tell. After
-    ``malloc_trim`` some of their pages are not in memory."""
+class Heap(NamedTuple):
+    """What glibc took from the system, in bytes.
+
+    Attributes:
+        used: it gave out, and they were not freed.
+        unused: were freed, or never given out, and it keeps them. After ``malloc_trim`` some of
+            their pages are not in memory.
+    """
+
+    used: int
+    unused: int
+
+
+def c_heap() -> Heap:
+    """The heap of this process; zeros: another C library, which does not tell."""
     try:
         tell = _c_library().mallinfo2
     except AttributeError:
-        return 0
+        return Heap(0, 0)
     tell.restype = MallocInfo
-    return int(tell().fordblks)
+    found = tell()
+    return Heap(int(found.uordblks + found.hblkhd), int(found.fordblks))
 
 
 @cache

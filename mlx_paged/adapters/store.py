@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_paged.adapters.content import Content
 from mlx_paged.adapters.formats import content_of, read_adapter
 from mlx_paged.arguments import is_finite, memory, one_line, shown
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.options import PoolConfig
 from mlx_paged.runner.layer_cuts import cuts_of
 from mlx_paged.runner.low_rank_layers import AdaptedLayers
@@ -117,10 +117,11 @@ class AdapterStore:
 
     def holdings(self) -> list[Holding]:
         """The line of a ledger of memory."""
-        is_mlx = not any(stacks.are_reserved for stacks in self._stacks.values())
+        are_reserved = any(stacks.are_reserved for stacks in self._stacks.values())
+        counted_by = CountedBy.NOBODY if are_reserved else CountedBy.MLX
         return [
-            Holding("adapters", self.num_bytes, self.budget, is_mlx),
-            Holding("adapters_waiting", self._waiting_bytes, self._most_waiting, is_mlx=True),
+            Holding("adapters", self.num_bytes, self.budget, counted_by),
+            Holding("adapters_waiting", self._waiting_bytes, self._most_waiting, CountedBy.MLX),
         ]
 
     @property

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.system_memory import resident_bytes
@@ -18,12 +18,14 @@ def pool_holdings(pool: KVPool, allocator: BlockAllocator) -> list[Holding]:
     live, idle = store.blocks_in_use * size, store.num_idle * size
     pinned = _pinned_idle(allocator) * size
     reserved = _touched_bytes(pool) if 0 < pool.nbytes <= ops.reserved_bytes() else None
-    is_mlx, taken = reserved is None, pool.nbytes if reserved is None else reserved
+    counted_by, taken = CountedBy.NOBODY, reserved
+    if taken is None:
+        counted_by, taken = CountedBy.MLX, pool.nbytes
     return [
-        Holding("pool_live", live, pool.nbytes, is_mlx),
-        Holding("pool_pinned", pinned, pool.nbytes, is_mlx),
-        Holding("pool_idle", idle - pinned, pool.nbytes, is_mlx),
-        Holding("pool_unused", max(0, taken - live - idle), pool.nbytes, is_mlx),
+        Holding("pool_live", live, pool.nbytes, counted_by),
+        Holding("pool_pinned", pinned, pool.nbytes, counted_by),
+        Holding("pool_idle", idle - pinned, pool.nbytes, counted_by),
+        Holding("pool_unused", max(0, taken - live - idle), pool.nbytes, counted_by),
     ]
 
 

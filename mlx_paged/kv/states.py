@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weakref import ReferenceType, ref
 
 from mlx_paged.arguments import integer
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_ends import AnyEnd, PrefixEnds
 from mlx_paged.kv.prefix_match import PrefixMatch
@@ -301,8 +301,8 @@ class StateIds:
         limit = 0 if self.snapshots is None else self.snapshots.max_snapshots
         others = len(self._holders) - kept
         return [
-            Holding("snapshots", size * kept, size * limit, is_mlx=True),
-            Holding("states", self._state_bytes * others, is_mlx=True),
+            Holding("snapshots", size * kept, size * limit, CountedBy.MLX),
+            Holding("states", self._state_bytes * others, counted_by=CountedBy.MLX),
         ]
 
     def check_integrity(self, of_sequences: Iterable[SequenceStates]) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from time import monotonic
 from typing import Any
 
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.cached_block import FIRST, CachedBlock
@@ -130,9 +130,9 @@ class KVDiskTier:
         loads = {awaited.load for awaited in self._awaited.values()}
         read = sum(load.num_bytes for load in loads if load.num_bytes > STEP_BYTES)
         return [
-            Holding("disk_staging", STEP_BYTES, STEP_BYTES, is_mlx=True),  # of short loads
-            Holding("disk_reads", read, LOAD_BYTES),
-            Holding("disk_writes", self.store.staged_bytes, STAGING, is_mlx=True),
+            Holding("disk_staging", STEP_BYTES, STEP_BYTES, CountedBy.MLX),  # of short loads
+            Holding("disk_reads", read, LOAD_BYTES, CountedBy.HEAP),
+            Holding("disk_writes", self.store.staged_bytes, STAGING, CountedBy.MLX),
         ]
 
     def close(self) -> None:

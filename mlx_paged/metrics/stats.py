@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+STATM = "/proc/self/statm"
 NUM_TTFTS = 10_000  # number of latest times to first token that the statistics use
 
 
@@ -92,11 +93,25 @@ class EngineStats:
 
 def resident_bytes() -> int:
     """Memory that the process has now. Where /proc is missing: the most that it ever had."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    pages = _pages()
+    if pages is not None:
+        return pages[1] * resource.getpagesize()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def file_bytes() -> int:
+    """Bytes of :func:`resident_bytes` that are pages of files, such as the code of libraries. 0
+    where /proc is missing."""
+    pages = _pages()
+    return 0 if pages is None else pages[2] * resource.getpagesize()
+
+
+def _pages() -> list[int] | None:
+    """The columns of Linux's file: pages of address space, those of them in memory, those of files
+    among these, and others. None where it is missing."""
+    statm = Path(STATM)
+    return [int(each) for each in statm.read_text().split()] if statm.exists() else None
 
 
 def _rate(count: int, seconds: float) -> float:

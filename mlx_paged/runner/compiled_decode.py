@@ -18,6 +18,7 @@ from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
 from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.attention.paths import max_paged_queries
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool
@@ -244,6 +245,10 @@ class CompiledDecode:
             self._pool.replace_handles(handles)
         self._states.loaded = states
         self.traces.bytes = max(0, resident_bytes() - before)
+
+    def holdings(self) -> list[Holding]:
+        """The line of a ledger of memory."""
+        return [Holding("traces", self.traces.bytes, counted_by=CountedBy.HEAP)]
 
     def forget(self) -> None:
         """The pool has other arrays: trace anew the sizes of steps that are used often."""

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.heads.head import Head
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.kv.memory import promise
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.runner.batch import Batch, Layout
@@ -93,7 +93,7 @@ class HeadModel(HostedModel):
         return self.kept.most_bytes
 
     def holdings(self) -> list[Holding]:
-        return [Holding("hidden_states", self.kept.nbytes, self.kept.most_bytes, is_mlx=True)]
+        return [Holding("hidden_states", self.kept.nbytes, self.kept.most_bytes, CountedBy.MLX)]
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What the batch's entries take of the positions before."""

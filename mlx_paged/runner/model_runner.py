@@ -122,7 +122,7 @@ class ModelRunner:
 
     def holdings(self) -> list[Holding]:
         """What the graphs take of the memory."""
-        return [Holding("traces", 0 if self.compiled is None else self.compiled.traces.bytes)]
+        return [] if self.compiled is None else self.compiled.holdings()
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less

@@ -14,7 +14,7 @@ from mlx_paged import ops
 from mlx_paged.attention.paths import LONG_CHUNK, max_paged_queries
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.attention.shared_prefixes import no_prefixes
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.default_pool import Beside, Needs, default_blocks
@@ -241,7 +241,7 @@ class PooledModel:
         """What the model, its pool and its states take of the memory now."""
         weights = self._budget.weights - _adapter_bytes(self.config)
         return [
-            Holding("weights", weights, weights, is_mlx=True),
+            Holding("weights", weights, weights, CountedBy.MLX),
             *pool_holdings(self.pool, self.allocator),
             *self.allocator.states.holdings(),
             *(self._hosted.holdings() if self._hosted is not None else ()),

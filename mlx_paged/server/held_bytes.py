@@ -3,7 +3,7 @@ have one limit. Imports no mlx."""
 
 from starlette.types import Message, Scope, Send
 
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.protocol.request_body import Refusal
 
 FREE = 1 << 16  # bytes of each request that are not counted, so that small requests always pass
@@ -26,7 +26,7 @@ class HeldBytes:
 
     def holdings(self) -> list[Holding]:
         """The line of a ledger."""
-        return [Holding("bodies_and_answers", self.size, self.most)]
+        return [Holding("bodies_and_answers", self.size, self.most, CountedBy.HEAP)]
 
 
 class Share:

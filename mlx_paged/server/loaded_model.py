@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.kv.default_pool import largest_default
 from mlx_paged.loading import load_with_config, of_another_model
 from mlx_paged.outputs import describe
@@ -58,7 +58,7 @@ class Model(ModelTraits):
 
     def holdings(self) -> list[Holding]:
         """What the server holds for this model's requests."""
-        return [Holding("images_of_requests", self.held, MAX_HELD)]
+        return [Holding("images_of_requests", self.held, MAX_HELD, CountedBy.HEAP)]
 
     @contextmanager
     def holding(self, size: int) -> Iterator[None]:

@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from mlx_paged.arguments import missing
-from mlx_paged.holdings import Holding
+from mlx_paged.holdings import CountedBy, Holding
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.hosted_model import HostedModel
 from mlx_paged.runner.model_probe import UnsupportedModelError, leaves
@@ -253,7 +253,7 @@ class SeeingModel(HostedModel):
         return self.pictures.forget()
 
     def holdings(self) -> list[Holding]:
-        return [Holding("image_features", self.pictures.nbytes, KEPT_BYTES, is_mlx=True)]
+        return [Holding("image_features", self.pictures.nbytes, KEPT_BYTES, CountedBy.MLX)]
 
     @property
     def text_model(self) -> nn.Module:

@@ -1,21 +1,27 @@
 """The ledger of an engine's memory, compared with arrays, with /proc and with the allocator."""
 
+import ctypes
 import mmap
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_paged import Engine
-from mlx_paged.engine.ledger import account
-from mlx_paged.holdings import Holding, summed
-from mlx_paged.system_memory import resident_bytes, unused_heap
+from mlx_paged import Engine, ops, system_memory
+from mlx_paged.engine import ledger
+from mlx_paged.engine.ledger import account, process_bytes
+from mlx_paged.holdings import CountedBy, Holding, summed
+from mlx_paged.metrics import stats
+from mlx_paged.system_memory import c_heap, resident_bytes
 from tests.support.models.architectures import build
 from tests.support.models.tiny_models import tiny_model
+
+glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc tells of its heap")
 
 LOAD = """
 from bench.models import random_llama
@@ -70,10 +76,65 @@ def test_the_memory_of_a_pool_of_any_type_is_found(architecture, kv_bits, dtype)
     assert found["pool_unused"] <= pool.nbytes + mmap.PAGESIZE * len(pool.places())
 
 
-def test_unused_heap_is_what_glibc_tells():
-    assert unused_heap() >= 0
-    if platform.libc_ver()[0] == "glibc":
-        assert unused_heap() > 0
+@glibc
+@pytest.mark.parametrize(("size", "count"), [(1000, 8000), (8 << 20, 1)])
+def test_the_heap_in_use_is_what_malloc_gave_out(size, count):
+    library = ctypes.CDLL(None)
+    library.malloc.restype = ctypes.c_void_p
+    before = lines()["objects"]
+    taken = [library.malloc(ctypes.c_size_t(size)) for _ in range(count)]
+    assert size * count <= lines()["objects"] - before < 1.1 * size * count
+    for each in taken:
+        library.free(ctypes.c_void_p(each))
+    assert abs(lines()["objects"] - before) < 1 << 20
+    assert c_heap().unused > 0
+
+
+@glibc
+def test_arrays_in_the_heap_are_no_objects():
+    before = lines()
+    arrays = [mx.ones((size,)) for size in [1000] * 4000 + [1 << 23]]
+    mx.eval(arrays)
+    found = lines()
+    size = sum(each.nbytes for each in arrays)
+    assert 1 <= (found["arrays"] - before["arrays"]) / size < 1.1
+    assert abs(found["objects"] - before["objects"]) < size / 10
+
+
+@glibc
+def test_lines_in_the_heap_are_not_counted_twice():
+    own = lines([Holding("own", 1 << 20, counted_by=CountedBy.HEAP)])
+    assert own["own"] == 1 << 20
+    assert abs(lines()["objects"] - own["objects"] - own["own"]) < 1 << 16
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts pages of files")
+def test_pages_of_files_are_a_line(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(16 << 20))
+    before, process = lines()["mapped_files"], process_bytes()
+    pages = np.memmap(path, np.uint8, "r")
+    assert not pages[:: mmap.PAGESIZE].any()
+    found = lines()["mapped_files"] - before
+    assert 16 << 20 <= found < 18 << 20
+    assert abs(process_bytes() - process - found) < 2 << 20
+
+
+def test_systems_without_these_figures_have_lines_of_zero(monkeypatch):
+    monkeypatch.setattr(system_memory, "_c_library", object)
+    monkeypatch.setattr(stats, "STATM", "/nowhere/statm")
+    found = lines()
+    assert found["objects"] == found["unused_heap"] == found["mapped_files"] == 0
+    ledger.libraries_bytes.cache_clear()
+    try:
+        counted = found["arrays"] + found["freed_buffers"] + ops.reserved_bytes()
+        assert lines()["libraries"] == max(0, process_bytes() - counted)
+    finally:
+        ledger.libraries_bytes.cache_clear()
+
+
+def lines(found: Sequence[Holding] = ()) -> dict[str, int]:
+    return {name: line["bytes"] for name, line in account(found)["held"].items()}
 
 
 def held(engine: Engine) -> dict[str, int]:
@@ -110,6 +171,7 @@ def test_states_and_snapshots_are_lines_of_recurrent_models():
     arrays = [a for i in states._held for layer in states.copy(i) for a in layer]
     assert found["snapshots"] + found["states"] == sum(a.nbytes for a in arrays)
     assert found["states"] > 0 and found["snapshots"] > 0
+    assert engine.metrics()["memory"]["held"]["states"]["limit"] is None
 
 
 def test_whoever_adds_a_holder_is_in_the_account():
@@ -124,15 +186,17 @@ def test_whoever_adds_a_holder_is_in_the_account():
 def test_arrays_of_a_line_are_not_counted_twice():
     arrays = mx.zeros((1 << 22,))
     mx.eval(arrays)
-    own = account([Holding("own", arrays.nbytes, is_mlx=True)])
+    own = account([Holding("own", arrays.nbytes, counted_by=CountedBy.MLX)])
     none = account([])
     assert none["held"]["arrays"]["bytes"] - own["held"]["arrays"]["bytes"] == arrays.nbytes
     assert own["held"]["own"]["bytes"] == arrays.nbytes
 
 
 def test_lines_of_one_name_are_summed():
-    lines = [Holding("a", 1, 10), Holding("b", 2), Holding("a", 5, 20, True), Holding("b", 3, 7)]
-    assert summed(lines) == [Holding("a", 6, 30), Holding("b", 5)]
+    mlx = CountedBy.MLX
+    parts = [Holding("a", 1, 10), Holding("b", 2), Holding("a", 5, 20, mlx), Holding("b", 3, 7)]
+    assert summed(parts) == [Holding("a", 6, 30), Holding("b", 5)]
+    assert summed([Holding("a", 1, 10, mlx), parts[2]]) == [Holding("a", 6, 30, mlx)]
 
 
 def test_memory_that_is_kept_for_adapters_is_no_weight():
