@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from functools import wraps
 from random import Random
 
+# Whatever the environment says, a process leaves the compiled files of what it imports to the many
+# others that tests start: the test command installs packages without compiled files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if sys.platform == "darwin":
     # Products of float32 keep their 24 bits on an M5, too. MLX reads this when it is imported.
     os.environ.setdefault("MLX_ENABLE_TF32", "0")

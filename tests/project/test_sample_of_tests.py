@@ -36,7 +36,8 @@ RUNS = {
 
 
 def test_cases_that_run(pytestconfig, tmp_path):
-    """One process collects the cases of all runs: it imports the package once."""
+    """One process collects the cases of all runs: it imports the package once. It leaves compiled
+    files, which other processes of the tests then read, whatever the environment says."""
     (tmp_path / "test_cases.py").write_text(CASES)
     conftest = pytestconfig.rootpath / "tests" / "conftest.py"
     (tmp_path / "conftest.py").write_text(conftest.read_text())
@@ -45,6 +46,7 @@ def test_cases_that_run(pytestconfig, tmp_path):
     for name, (flags, _) in RUNS.items():
         code += f"\nprint('run {name}')\npytest.main({[*common, *flags, '.']})"
     environment = os.environ | {"PYTHONPATH": str(pytestconfig.rootpath)}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     _, *pages = done.stdout.split("run ")
@@ -53,3 +55,4 @@ def test_cases_that_run(pytestconfig, tmp_path):
         found = [line for line in page.splitlines() if "::" in line]
         counts = {test: sum(f"::{test}" in line for line in found) for test in ALL}
         assert {test: count for test, count in counts.items() if count} == expected, page
+    assert [*(tmp_path / "__pycache__").glob("test_cases*.pyc")]
