@@ -185,7 +185,7 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
     is_blocks = isinstance(content, list)
     blocks = objects(content, name) if is_blocks else [{"type": "text", "text": content}]
     blocks = _read_documents(blocks, name) if role == "user" else blocks
-    parts, calls, thoughts = list[Fields](), list[Fields](), dict[str, Any]()
+    parts, calls, thoughts = list[Fields](), list[Fields](), list[str]()
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
@@ -193,16 +193,21 @@ def _turns(message: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
             require(isinstance(answers, str), f"{name}.tool_use_id", "the id of a call", answers)
             yield {"role": "tool", "tool_call_id": answers, "content": result}
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": written(block.get("input"))}
+            given = {} if block.get("input") is None else block["input"]
+            require(isinstance(given, dict), f"{name}.input", "an object", given)
+            function = {"name": block.get("name"), "arguments": written(given)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
-            thoughts["reasoning_content"] = str(block.get("thinking"))
+            thought = block.get("thinking")
+            require(isinstance(thought, str | None), f"{name}.thinking", "a text", thought)
+            thoughts += [thought] if thought else []
         elif kind == "image" and role == "user":
             parts.append(as_data_url(block))
         elif kind != "redacted_thinking" or role != "assistant":
             parts.append({"type": "text", "text": text_of([block], name)})
     if parts or calls:
-        more = thoughts | ({"tool_calls": calls} if calls else {})
+        more: Fields = {"reasoning_content": joined(thoughts)} if thoughts else {}
+        more |= {"tool_calls": calls} if calls else {}
         text = "".join(part.get("text", "") for part in parts)
         yield {"role": role, "content": parts if has_image(parts) else text} | more
 

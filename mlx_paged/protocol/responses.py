@@ -10,7 +10,7 @@ from mlx_paged.protocol import client_tools
 from mlx_paged.protocol.constraints import require, require_json
 from mlx_paged.protocol.deltas import Delta
 from mlx_paged.protocol.fields import OWN, Fields, is_list
-from mlx_paged.protocol.images import Part, image_part, of_result
+from mlx_paged.protocol.images import Part, image_part, joined, of_result
 from mlx_paged.protocol.json_text import written
 from mlx_paged.protocol.messages import event, folded, objects, text_of
 from mlx_paged.protocol.request_body import Refusal
@@ -204,7 +204,7 @@ def _result(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The items as messages of a chat: what the assistant thinks, says and calls is one message."""
-    said, empty = dict[str, Any](), {"role": "assistant", "content": ""}
+    said = dict[str, Any]()
     for i, given in enumerate(items):
         if given.get("type") in PASSED_OVER:
             continue
@@ -214,7 +214,7 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         is_said = kind in ("reasoning", "function_call") or (kind, role) == ("message", "assistant")
         ends = {"message": ("content",), "reasoning": ("content", "tool_calls")}
         if said and (not is_said or any(said.get(name) for name in ends.get(kind, ()))):
-            yield empty | said
+            yield _said(said)
             said = {}
         if kind == "function_call":
             said.setdefault("tool_calls", []).append(_call(item, name))
@@ -222,7 +222,7 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             sealed = str(item.get("encrypted_content") or "")
             own = sealed.removeprefix(SEAL) if sealed.startswith(SEAL) else ""
             if thought := _text(item.get("content"), f"{name}.content") or own:
-                said["reasoning_content"] = thought
+                said.setdefault("reasoning_content", []).append(thought)
         elif kind in OUTPUTS:
             yield _result(item, name)
         elif kind == "message" and role == "assistant":
@@ -236,7 +236,14 @@ def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             content = _content(content, name) if role == "user" else _text(content, name)
             yield {"role": roles[str(role)], "content": content}
     if said:
-        yield empty | said
+        yield _said(said)
+
+
+def _said(said: Fields) -> Fields:
+    """A message of the assistant, whose thoughts are one text."""
+    thoughts = said.get("reasoning_content")
+    own = {"reasoning_content": joined(thoughts)} if thoughts else {}
+    return {"role": "assistant", "content": ""} | said | own
 
 
 class Items:
