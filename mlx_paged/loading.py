@@ -79,10 +79,11 @@ def load_with_config(
     adapter_path: str | None,
     trust_remote_code: bool,
     sees: bool = False,
+    is_lazy: bool = False,
     **tokenizer_config: str,
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """A model, its tokenizer and its configuration. Under mlx.launch the weights are read when they
-    are used. Raises ValueError as :func:`load_model`."""
+    """A model, its tokenizer and its configuration. The weights of a model of mlx-lm are read when
+    they are used if it `is_lazy`, and under mlx.launch. Raises ValueError as :func:`load_model`."""
     check_model(path, adapter_path)
     if sees and adapter_path is not None:
         raise ValueError("--adapter-path is given beside --vision: expected one of them")
@@ -97,7 +98,7 @@ def load_with_config(
             tokenizer_config={"trust_remote_code": trust_remote_code} | tokenizer_config,
             return_config=True,
             trust_remote_code=trust_remote_code,
-            lazy=rank() is not None,
+            lazy=is_lazy or rank() is not None,
         )
     except Exception as error:
         detail = f"({type(error).__name__}: {_reason(error)})"

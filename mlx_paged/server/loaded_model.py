@@ -77,13 +77,8 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
     """Load a model and start its engine with one of `places` equal parts of the pool's memory. If
     the operator `trusts` it, its own code may run. Raises ValueError if it cannot be loaded or
     served."""
-    if path != args.model:
-        args = of_another_model(args)
-        args.tool_format = args.reasoning_format = None
-    template = {"chat_template": args.chat_template} if args.chat_template else {}
-    model, tokenizer, config = load_with_config(
-        path, args.adapter_path, trusts, sees=args.vision, **template
-    )
+    args = _arguments(path, args)
+    model, tokenizer, config = _read(path, args, trusts, is_lazy=False)
     try:
         model = joined(model)
         if args.use_default_chat_template and tokenizer.chat_template is None:
@@ -130,6 +125,30 @@ def make(path: str, args: argparse.Namespace, places: int, trusts: bool) -> Mode
         raise ValueError(f"model {path}: {describe(error.__cause__ or error)}") from error
     given = {each.name: getattr(traits, each.name) for each in fields(traits)}
     return Model(name=path, service=service, **given)
+
+
+def check(path: str, args: argparse.Namespace, trusts: bool) -> None:
+    """Raise ValueError if the model or its tokenizer cannot be loaded. The weights are not read."""
+    args = _arguments(path, args)
+    if not args.vision:  # mlx-vlm reads all
+        _read(path, args, trusts, is_lazy=True)
+
+
+def _arguments(path: str, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments for the model at `path`."""
+    if path == args.model:
+        return args
+    args = of_another_model(args)
+    args.tool_format = args.reasoning_format = None
+    return args
+
+
+def _read(path: str, args: argparse.Namespace, trusts: bool, is_lazy: bool) -> Any:
+    """The model, its tokenizer and its configuration, as :func:`load_with_config` gives them."""
+    template = {"chat_template": args.chat_template} if args.chat_template else {}
+    return load_with_config(
+        path, args.adapter_path, trusts, sees=args.vision, is_lazy=is_lazy, **template
+    )
 
 
 def release(service: EngineService) -> None:

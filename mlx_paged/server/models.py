@@ -128,8 +128,8 @@ class Models:
 
     async def _load(self, path: str) -> Model:
         """Load a model in the place of the least recently used ones. The caller has the turn."""
-        places = await self._make_room(path)
         try:
+            places = await self._make_room(path)
             await self._thread.run(self._make, path, places)  # to its end, also without its client
         except ValueError as error:
             raise Refusal(404, str(error), "model_not_found", "model") from error
@@ -137,12 +137,13 @@ class Models:
 
     async def _make_room(self, path: str) -> int:
         """Unload models until there is room for the one at `path`. Returns how many models may
-        still be loaded. Raises Refusal, before it unloads anything, if the model's files cannot be
-        loaded."""
+        still be loaded. Raises Refusal or ValueError, before it unloads anything, if the model
+        cannot be loaded."""
         size = await asyncio.to_thread(self._checked_size, path)
         most, is_pinned = max(1, self.args.max_models), not self.args.unpin_default
         places = most - 1 if is_pinned else most  # of models that are not pinned
         needs_place = not is_pinned or path != self.names.default
+        is_checked = False
         while self.loaded:
             free = [m for m in self.loaded.values() if not self._is_pinned(m)]
             if not (needs_place and len(free) >= places) and size <= spare_memory():
@@ -151,6 +152,9 @@ class Models:
                 message = f"model {path} has {size} bytes of weights: {self.names.served[0]} leaves"
                 message += f" room for {spare_memory()}; start with --unpin-default"
                 raise Refusal(404, message, "model_not_found", "model")
+            if not is_checked:
+                await self._thread.run(loaded_model.check, path, self.args, self._trusts(path))
+                is_checked = True
             await self._unload(min(free, key=lambda model: model.last_used))
         return int(most) - len(self.loaded)
 
@@ -159,8 +163,7 @@ class Models:
         directory = directory_of(path)
         if directory is None:  # the default model's, which has gone from the disk: loading tells
             return 0
-        trusts = self.args.trust_remote_code and self.names.is_operators(path)
-        problem = model_files.problem(directory, trusts, self.args.vision)
+        problem = model_files.problem(directory, self._trusts(path), self.args.vision)
         if problem is not None:
             raise Refusal(404, f"model {path}: {problem}", "model_not_found", "model")
         return model_files.weights_size(directory)
@@ -168,8 +171,12 @@ class Models:
     def _is_pinned(self, model: Model) -> bool:
         return model.name == self.names.default and not self.args.unpin_default
 
+    def _trusts(self, path: str) -> bool:
+        """Whether the own code of the model at `path` may run."""
+        return bool(self.args.trust_remote_code and self.names.is_operators(path))
+
     def _make(self, path: str, places: int) -> None:
-        trusts = self.args.trust_remote_code and self.names.is_operators(path)
+        trusts = self._trusts(path)
         self.loaded[path] = model = loaded_model.make(path, self.args, places, trusts)
         self._limits[path] = model.max_context
 

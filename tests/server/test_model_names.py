@@ -182,6 +182,26 @@ def test_a_model_that_cannot_be_loaded_leaves_the_others_loaded(tmp_path):
         assert [entry["id"] for entry in listed] == server.models.names.served
 
 
+def test_a_model_whose_files_say_nonsense_leaves_the_others_loaded(tmp_path):
+    """Only those that load such files find out."""
+    demo = demo_model_path()
+    config = json.loads((demo / "config.json").read_text())
+    for name, file, content in (
+        ("no-object", "generation_config.json", "[]"),
+        ("cut-off", "tokenizer.json", (demo / "tokenizer.json").read_text()[:1000]),
+        ("no-scaling", "config.json", json.dumps(config | {"rope_scaling": []})),
+        ("few-layers", "config.json", json.dumps(config | {"num_hidden_layers": 0})),
+    ):
+        shutil.copytree(demo, tmp_path / name)
+        (tmp_path / name / file).write_text(content)
+    with live("--unpin-default", "--models-dir", str(tmp_path)) as server:
+        before = only_model(server)
+        for directory in sorted(tmp_path.iterdir()):
+            status, _, answer = ask(server, directory.name)
+            assert status == 404 and "cannot be loaded" in answer["error"]["message"], directory
+            assert only_model(server) is before
+
+
 def test_what_is_listed_has_the_limit_that_errors_name(here):
     flags = ["--max-models", "3", "--kv-memory", "0.012", *HUB]
     with live(*flags) as server:
