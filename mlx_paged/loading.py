@@ -100,6 +100,7 @@ def load_with_config(
             trust_remote_code=trust_remote_code,
             lazy=is_lazy or rank() is not None,
         )
+        loaded[1].encode(".")  # some mistakes of its files show only here
     except Exception as error:
         detail = f"({type(error).__name__}: {_reason(error)})"
         if Path(path).exists():

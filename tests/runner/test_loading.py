@@ -1,12 +1,14 @@
 """Models that are loaded by name."""
 
+import json
+import shutil
 from io import StringIO
 
 import mlx.core as mx
 import pytest
 from huggingface_hub.utils import hf_raise_for_status
 
-from mlx_paged import loading
+from mlx_paged import demo_model_path, loading
 from mlx_paged.generate.flags import make_parser
 
 
@@ -33,6 +35,14 @@ def test_a_failed_load_leaves_no_graph_in_the_random_state(monkeypatch):
     with pytest.raises(ValueError, match="no weights"):
         loading.load_model()
     assert ops_of_the_random_state() == 0
+
+
+def test_a_tokenizer_that_cannot_encode_is_not_loaded(tmp_path):
+    folder = shutil.copytree(demo_model_path(), tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "8192"}))
+    with pytest.raises(ValueError, match="model: cannot be loaded"):
+        loading.load_model(str(folder))
 
 
 @pytest.mark.parametrize(
