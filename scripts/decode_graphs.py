@@ -231,31 +231,45 @@ THIN = {
 """SmolLM2's heads in a model without products to speak of."""
 
 
+CLOCKS = {
+    "wall_ms": time.perf_counter,
+    "process_ms": time.process_time,
+    "thread_ms": time.thread_time,
+}
+THIN_FORMS = {"groups": True, "nodes": False}
+"""Steps that :func:`thin` compares: whether nodes of the graph are grouped."""
+
+
 def thin_llama(layers: int) -> nn.Module:
     """A Llama whose step has little but a fixed part."""
     return random_llama(THIN | {"num_hidden_layers": layers})
 
 
 def thin(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Steps of one row with groups of nodes and with a node for each: milliseconds of processor
-    time of all threads, and of the thread that makes the step; medians over steps in turns."""
-    model, engines = thin_llama(args.layers), dict[str, Engine]()
-    for name, groups in (("groups", True), ("nodes", False)):
-        with patch.object(compiled_decode, "groups_nodes", lambda groups=groups: groups):
-            engines[name] = decoding(model, 1, args.pairs * args.steps, True)
-    clocks = {"process_ms": time.process_time, "thread_ms": time.thread_time}
-    laps = {(name, clock): list[float]() for name in engines for clock in clocks}
-    for _ in range(args.pairs * args.steps):
-        for name, engine in engines.items():
-            started = {clock: read() for clock, read in clocks.items()}
-            engine.step()
-            for clock, read in clocks.items():
-                laps[name, clock].append(1000 * (read() - started[clock]))
+    """Steps of one row with groups of nodes and with a node for each: milliseconds of wall time, of
+    processor time of all threads, and of the thread that makes the step; medians over steps in
+    turns. Each pair of turns has new engines, so that contexts stay at 28 to 28 + `steps` tokens.
+    """
+    model = thin_llama(args.layers)
+    laps = {(name, clock): list[float]() for name in THIN_FORMS for clock in CLOCKS}
+    for _ in range(args.pairs):
+        engines = dict[str, Engine]()
+        for name, groups in THIN_FORMS.items():
+            with patch.object(compiled_decode, "groups_nodes", lambda groups=groups: groups):
+                engines[name] = decoding(model, 1, args.steps + WARM_UP, True)
+                for _ in range(WARM_UP):
+                    engines[name].step()
+        for _ in range(args.steps):
+            for name, engine in engines.items():
+                started = {clock: read() for clock, read in CLOCKS.items()}
+                engine.step()
+                for clock, read in CLOCKS.items():
+                    laps[name, clock].append(1000 * (read() - started[clock]))
     return [
         {
             "a step of": name,
             "nodes": _num_nodes(engine),
-            **{clock: round(median(laps[name, clock]), 3) for clock in clocks},
+            **{clock: round(median(laps[name, clock]), 3) for clock in CLOCKS},
         }
         for name, engine in engines.items()
     ]

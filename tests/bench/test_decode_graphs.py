@@ -58,11 +58,14 @@ def test_every_part_of_a_step_takes_time(capsys):
     assert all(found[part] < found["step"] for part in decode_graphs.PARTS)
 
 
-def test_a_thin_model_has_fewer_nodes_with_groups(capsys):
+def test_a_thin_model_has_fewer_nodes_with_groups(capsys, monkeypatch):
+    made, decoding = [], decode_graphs.decoding
+    monkeypatch.setattr(decode_graphs, "decoding", lambda *all: made.append(all) or decoding(*all))
     groups, nodes = run(capsys, "thin")
+    assert [(rows, steps) for _, rows, steps, _ in made] == 4 * [(1, 3 + decode_graphs.WARM_UP)]
     assert [groups["a step of"], nodes["a step of"]] == ["groups", "nodes"]
     assert groups["nodes"] < nodes["nodes"] / 4
-    assert all(each[clock] > 0 for each in (groups, nodes) for clock in ("process_ms", "thread_ms"))
+    assert all(each[clock] > 0 for each in (groups, nodes) for clock in decode_graphs.CLOCKS)
 
 
 def test_a_wrong_table_is_reported(capsys):
