@@ -33,6 +33,11 @@ mx::array leaf_of(const mx::array& input) {
   return leaf;
 }
 
+void keep_in_evaluation(const mx::array& array, mx::Stream stream) {
+  stream.device == mx::Device::cpu ? mx::cpu::get_command_encoder(stream).add_temporary(array)
+                                   : keep_until_computed(array, stream);
+}
+
 void compute_at_once(const mx::array& result, const Arrays& inputs, mx::Stream stream) {
   const bool on_cpu = stream.device == mx::Device::cpu;
   std::unordered_set<uintptr_t> known;
@@ -44,8 +49,7 @@ void compute_at_once(const mx::array& result, const Arrays& inputs, mx::Stream s
     on_cpu ? primitive.eval_cpu(node.inputs(), outputs)
            : primitive.eval_gpu(node.inputs(), outputs);
   }
-  // MLX keeps the memory of the primitive's inputs and output itself. An encoder of Metal forgets
-  // what it has to wait for in memory that is called temporary.
+  // MLX keeps the memory of the primitive's inputs and output itself.
   std::unordered_set<const void*> kept = {result.buffer().ptr()};
   for (const mx::array& input : inputs) {
     kept.insert(input.buffer().ptr());
@@ -53,8 +57,7 @@ void compute_at_once(const mx::array& result, const Arrays& inputs, mx::Stream s
   for (const mx::array& node : nodes) {
     for (const mx::array& each : node.inputs()) {
       if (kept.insert(each.buffer().ptr()).second) {
-        on_cpu ? mx::cpu::get_command_encoder(stream).add_temporary(each)
-               : keep_until_computed(each, stream);
+        keep_in_evaluation(each, stream);
       }
     }
   }

@@ -9,6 +9,11 @@ namespace mlx_paged {
 // no primitive.
 mx::array leaf_of(const mx::array& input);
 
+// Keeps an array that is made within the evaluation of a primitive until the stream has computed
+// what it was given so far. The array must share no memory with an input or output of the
+// primitive: an encoder of Metal forgets what it has to wait for in such memory.
+void keep_in_evaluation(const mx::array& array, mx::Stream stream);
+
 // Gives `result` its memory: evaluates the nodes of its graph in order, on the stream of the
 // primitive that is being evaluated. All nodes must be of this stream, and all leaves must have
 // memory. What the nodes allocate is kept until the stream has computed them. `inputs` are those of

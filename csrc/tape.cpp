@@ -1,5 +1,6 @@
 #include "csrc/tape.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <string_view>
 #include <unordered_map>
@@ -7,6 +8,7 @@
 #include <utility>
 
 #include "csrc/tape_groups.h"
+#include "csrc/tape_views.h"
 #include "csrc/validate.h"
 #include "mlx/primitives.h"
 
@@ -53,21 +55,24 @@ Arrays in_order(const Arrays& outputs, const std::unordered_map<uintptr_t, size_
   return order;
 }
 
-// Whether an array has its values, or will have them before whatever its stream computes later.
-bool is_computed(const mx::array& array) {
-  const auto status = array.status();
-  return status == mx::array::Status::available ||
-         (status == mx::array::Status::evaluated && !array.event().valid());
+// Tells each array of the others, which are outputs of its primitive, too.
+void make_siblings(Arrays::iterator begin, Arrays::iterator end) {
+  for (auto array = begin; array != end; ++array) {
+    Arrays others(begin, array);
+    others.insert(others.end(), array + 1, end);
+    array->set_siblings(std::move(others), static_cast<uint16_t>(array - begin));
+  }
 }
 
 }  // namespace
 
 Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere, bool groups) {
+  TapeGraph graph;
   std::unordered_map<uintptr_t, size_t> numbers;
   for (const mx::array& input : inputs) {
-    require(numbers.emplace(input.id(), graph_.inputs.size()).second, "Tape",
+    require(numbers.emplace(input.id(), graph.inputs.size()).second, "Tape",
             "two inputs are one array");
-    graph_.inputs.push_back({input.shape(), input.dtype()});
+    graph.inputs.push_back({input.shape(), input.dtype()});
   }
   std::unordered_set<uintptr_t> unexpected;
   for (const mx::array& array : elsewhere) {
@@ -78,102 +83,123 @@ Tape::Tape(const Arrays& inputs, const Arrays& outputs, const Arrays& elsewhere,
     require(unexpected.count(array.id()) == 0, "Tape",
             "an output depends on an array of elsewhere");
     if (is_constant(array)) {
-      numbers.emplace(array.id(), graph_.inputs.size() + graph_.constants.size());
-      graph_.constants.push_back(array);
+      numbers.emplace(array.id(), graph.inputs.size() + graph.constants.size());
+      graph.constants.push_back(array);
     }
   }
-  graph_.num_values = graph_.inputs.size() + graph_.constants.size();
+  graph.num_values = graph.inputs.size() + graph.constants.size();
   for (const mx::array& array : order) {
     if (is_constant(array)) {
       continue;
     }
-    TapeNode node{array.primitive_ptr(), {}, {}, graph_.num_values};
+    TapeNode node{array.primitive_ptr(), {}, {}, graph.num_values};
     for (const mx::array& input : array.inputs()) {
       node.inputs.push_back(numbers.at(input.id()));
     }
     for (const mx::array& output : array.outputs()) {
-      numbers.emplace(output.id(), graph_.num_values++);
+      numbers.emplace(output.id(), graph.num_values++);
       node.outputs.push_back({output.shape(), output.dtype()});
     }
-    graph_.nodes.push_back(std::move(node));
+    graph.nodes.push_back(std::move(node));
   }
   for (const mx::array& output : outputs) {
-    graph_.outputs.push_back(numbers.at(output.id()));
+    graph.outputs.push_back(numbers.at(output.id()));
   }
-  join_reshapes(graph_);
-  drop_unused(graph_);
-  flatten_rows(graph_);
+  join_reshapes(graph);
+  drop_unused(graph);
+  flatten_rows(graph);
   if (groups) {
-    group_nodes(graph_);
+    group_nodes(graph);
+  } else {
+    take_views(graph);
   }
-  for (const TapeNode& node : graph_.nodes) {
-    views_.push_back(view_of(node));
+  lay_out(graph);
+}
+
+// The number of a form.
+uint32_t Tape::form(const TapeForm& form) {
+  const auto found = std::find_if(forms_.begin(), forms_.end(), [&](const TapeForm& each) {
+    return each.dtype == form.dtype && each.shape == form.shape;
+  });
+  if (found == forms_.end()) {
+    forms_.push_back(form);
+    return static_cast<uint32_t>(forms_.size() - 1);
+  }
+  return static_cast<uint32_t>(found - forms_.begin());
+}
+
+void Tape::lay_out(const TapeGraph& graph) {
+  for (const TapeForm& input : graph.inputs) {
+    of_inputs_.push_back(form(input));
+  }
+  constants_ = graph.constants;
+  results_ = graph.outputs;
+  num_values_ = graph.num_values;
+  // The arrays of all steps count their references to primitives in one place.
+  const auto primitives = std::make_shared<std::vector<std::shared_ptr<mx::Primitive>>>();
+  for (const TapeNode& node : graph.nodes) {
+    primitives->push_back(node.primitive);
+    steps_.push_back({std::shared_ptr<mx::Primitive>(primitives, node.primitive.get()),
+                      static_cast<uint32_t>(node.inputs.size()),
+                      static_cast<uint32_t>(node.outputs.size())});
+    for (const size_t input : node.inputs) {
+      reads_.push_back({static_cast<uint32_t>(input), false});
+    }
+    for (const TapeForm& output : node.outputs) {
+      of_outputs_.push_back(form(output));
+    }
+  }
+  std::vector<bool> is_read(num_values_, false);
+  for (const size_t result : results_) {
+    is_read[result] = true;
+  }
+  for (auto read = reads_.rbegin(); read != reads_.rend(); ++read) {
+    read->is_last = !is_read[read->value];
+    is_read[read->value] = true;
   }
 }
 
-// The output of a node that is a view of a value that has been computed. MLX's own code for CPUs
-// gives it its strides; on all devices that computes nothing and asks for no memory.
-std::optional<mx::array> Tape::view_at_once(size_t node, const Arrays& values) const {
-  const TapeView view = views_[node];
-  if (view == TapeView::kNone) {
-    return std::nullopt;
-  }
-  const mx::array& input = values[graph_.nodes[node].inputs[0]];
-  if (!is_computed(input) || input.size() == 0 ||
-      (view == TapeView::kOfDenseInput && !input.flags().row_contiguous)) {
-    return std::nullopt;
-  }
-  const TapeForm& form = graph_.nodes[node].outputs[0];
-  Arrays made = {mx::array(form.shape, form.dtype, nullptr, Arrays{})};
-  graph_.nodes[node].primitive->eval_cpu({input}, made);
-  made[0].set_status(mx::array::Status::available);
-  return made[0];
-}
-
-std::optional<Arrays> Tape::operator()(const Arrays& inputs) const {
-  if (inputs.size() != graph_.inputs.size()) {
-    return std::nullopt;
+bool Tape::fits(const Arrays& inputs) const {
+  if (inputs.size() != of_inputs_.size()) {
+    return false;
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (inputs[i].shape() != graph_.inputs[i].shape ||
-        inputs[i].dtype() != graph_.inputs[i].dtype) {
-      return std::nullopt;
+    const TapeForm& expected = forms_[of_inputs_[i]];
+    if (inputs[i].shape() != expected.shape || inputs[i].dtype() != expected.dtype) {
+      return false;
     }
   }
-  Arrays values;
-  values.reserve(graph_.num_values);
-  values.insert(values.end(), inputs.begin(), inputs.end());
-  values.insert(values.end(), graph_.constants.begin(), graph_.constants.end());
-  for (size_t at = 0; at < graph_.nodes.size(); ++at) {
-    const TapeNode& node = graph_.nodes[at];
-    if (auto view = view_at_once(at, values)) {
-      values.push_back(*std::move(view));
-      continue;
-    }
+  return true;
+}
+
+std::optional<Arrays> Tape::operator()(Arrays inputs) const {
+  if (!fits(inputs)) {
+    return std::nullopt;
+  }
+  Arrays values = std::move(inputs);
+  values.reserve(num_values_);
+  values.insert(values.end(), constants_.begin(), constants_.end());
+  auto read = reads_.begin();
+  auto output = of_outputs_.begin();
+  for (const Step& step : steps_) {
     Arrays given;
-    given.reserve(node.inputs.size());
-    for (const size_t number : node.inputs) {
-      given.push_back(values[number]);
+    given.reserve(step.num_inputs);
+    for (uint32_t i = 0; i < step.num_inputs; ++i, ++read) {
+      mx::array& value = values[read->value];
+      given.push_back(read->is_last ? std::move(value) : value);
     }
-    if (node.outputs.size() == 1) {
-      const TapeForm& form = node.outputs[0];
-      values.emplace_back(form.shape, form.dtype, node.primitive, std::move(given));
-      continue;
+    for (uint32_t left = step.num_outputs; left > 0; --left, ++output) {
+      const TapeForm& form = forms_[*output];
+      values.emplace_back(form.shape, form.dtype, step.primitive,
+                          left > 1 ? given : std::move(given));
     }
-    std::vector<mx::Shape> shapes;
-    std::vector<mx::Dtype> dtypes;
-    for (const TapeForm& form : node.outputs) {
-      shapes.push_back(form.shape);
-      dtypes.push_back(form.dtype);
-    }
-    for (mx::array& output :
-         mx::array::make_arrays(std::move(shapes), dtypes, node.primitive, given)) {
-      values.push_back(std::move(output));
+    if (step.num_outputs > 1) {
+      make_siblings(values.end() - step.num_outputs, values.end());
     }
   }
   Arrays outputs;
-  outputs.reserve(graph_.outputs.size());
-  for (const size_t number : graph_.outputs) {
+  outputs.reserve(results_.size());
+  for (const size_t number : results_) {
     outputs.push_back(values[number]);
   }
   return outputs;
@@ -181,8 +207,8 @@ std::optional<Arrays> Tape::operator()(const Arrays& inputs) const {
 
 std::vector<std::string> Tape::names() const {
   std::vector<std::string> found;
-  for (const TapeNode& node : graph_.nodes) {
-    found.emplace_back(node.primitive->name());
+  for (const Step& step : steps_) {
+    found.emplace_back(step.primitive->name());
   }
   return found;
 }

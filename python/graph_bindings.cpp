@@ -50,8 +50,8 @@ Python's code.
 
 A graph that ``mx.compile`` has traced is built again node by node by MLX, which looks up each array
 by its address. A tape has numbers in the place of addresses. Its nodes are those of the graph, in
-the same order, but reshapes in a row are one or none. A view of an input that has been computed is
-made at once. With `groups`, nodes in a row that a CPU computes are one node, which computes them in
+the same order, but reshapes in a row are one or none. A node makes the views that it alone reads.
+With `groups`, nodes in a row that a CPU computes are one node, which computes them in
 their order; whoever evaluates any result must evaluate the first one. The inputs may be arrays
 without values, see :func:`without_values`. Raises ValueError if two of them are one array, or if a result depends on an
 array of `elsewhere`: on an input that the traced function has captured, which would be the same in
@@ -92,11 +92,19 @@ void mix(uint64_t& number, uint64_t value) {
   number ^= number >> 29;
 }
 
+// The array of a Python object; null if it is another object.
+const mx::array* array_of(nb::handle object) {
+  static const PyObject* const type = nb::type<mx::array>().ptr();
+  const bool is_array = reinterpret_cast<const PyObject*>(Py_TYPE(object.ptr())) == type ||
+                        nb::isinstance<mx::array>(object);
+  return is_array ? nb::inst_ptr<mx::array>(object) : nullptr;
+}
+
 // Adds the arrays of nested dicts, lists and tuples to `arrays`, and the rest to `number`: the
 // sizes, the keys, the numbers, strings and Nones among the leaves, and the classes of modules.
 void add_arrays(nb::handle tree, nb::list& arrays, uint64_t& number) {
   PyObject* object = tree.ptr();
-  if (nb::isinstance<mx::array>(tree)) {
+  if (array_of(tree) != nullptr) {
     arrays.append(tree);
     mix(number, 1);
   } else if (PyDict_Check(object)) {
@@ -132,7 +140,7 @@ std::pair<nb::list, int64_t> arrays_in(nb::handle tree) {
 
 // A copy of the tree whose arrays are the next ones of `arrays`.
 nb::object with_next(nb::handle tree, const nb::list& arrays, size_t& next) {
-  if (nb::isinstance<mx::array>(tree)) {
+  if (array_of(tree) != nullptr) {
     if (next == arrays.size()) {
       throw nb::value_error("[with_arrays] the tree has more arrays than were given");
     }
@@ -170,9 +178,19 @@ class TreeTape {
   TreeTape(const Arrays& inputs, nb::handle results, const Arrays& elsewhere, bool groups)
       : TreeTape(inputs, nb::cast<Arrays>(arrays_in(results).first), results, elsewhere, groups) {}
 
-  nb::object operator()(const Arrays& inputs) const {
-    const std::optional<Arrays> found = tape_(inputs);
-    return found ? with_arrays(results_, nb::cast<nb::list>(nb::cast(*found))) : nb::none();
+  nb::object operator()(const nb::list& inputs) const {
+    Arrays arrays;
+    arrays.reserve(inputs.size());
+    for (const nb::handle input : inputs) {
+      const mx::array* array = array_of(input);
+      if (array == nullptr) {
+        throw nb::type_error("[Tape] the inputs must be a list of arrays");
+      }
+      arrays.push_back(*array);
+    }
+    std::optional<Arrays> found = tape_(std::move(arrays));
+    return found ? with_arrays(results_, nb::cast<nb::list>(nb::cast(*std::move(found))))
+                 : nb::none();
   }
 
   size_t num_nodes() const { return tape_.num_nodes(); }

@@ -363,12 +363,13 @@ class CompiledDecode:
         values, structure = ops.arrays_in(self._model.state)
         if structure != self._lora.absent_in:
             structure = self._lora.form(structure)
-        inputs = arrays, self._pool.handles(), states, values, rows
-        given, form_of_inputs = ops.arrays_in(inputs)
-        kind = structure, form, form_of_inputs
+        others = arrays, self._pool.handles(), states, rows
+        given, form_of_others = ops.arrays_in(others)
+        given += values
+        kind = structure, form, form_of_others
         found: Results | None = graphs[kind](given) if kind in graphs else None
         if found is None:
-            graphs[kind] = self._recorded(inputs, structure, form)
+            graphs[kind] = self._recorded((*others, values), structure, form)
             found = graphs[kind](given)
         assert found is not None
         return found
@@ -399,8 +400,8 @@ class CompiledDecode:
         arrays: Arrays,
         handles: Arrays,
         states: States,
-        parameters: Arrays,
         of_rows: Arrays,
+        parameters: Arrays,
         *_: int,
     ) -> Results:
         """What the step leaves. ``mx.compile`` calls this once for each graph."""
@@ -411,7 +412,7 @@ class CompiledDecode:
         self.traces.count += 1
         own_handles, own_states = self._pool.handles(), self._states.loaded
         self._states.loaded = states
-        ops.keep_compiled(ops.arrays_in((arrays, handles, states, parameters, of_rows))[0])
+        ops.keep_compiled(ops.arrays_in((arrays, handles, states, of_rows, parameters))[0])
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
         self._model.update(ops.with_arrays(self._model.state, parameters), strict=False)
