@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import wraps
 from random import Random
 
@@ -31,6 +31,7 @@ settings.load_profile("no deadline")
 
 MANY, OF_MANY = 4, 6
 HEAVY_PART = 20
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +51,30 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Python's garbage collection walks about a million objects of collected tests: not while they
+    are made, and never again afterwards."""
+    gc.disable()
+    result = yield
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The second worker of pytest-xdist collects the last file first: it reads the compiled files
+    of one half of the tests, and the first worker those of the other half."""
+    report = yield
+    if isinstance(collector, pytest.Directory) and WORKER == "gw1":
+        report.result.reverse()
+    return report
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases of tests that are marked ``sampled(n)``, as `--cases` says. The sample has one
     case in n, rounded down: a test with one case is not in it, nor is one that is marked ``slow``
@@ -61,6 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if " at 0x" in item.nodeid:  # the address differs between the workers of pytest-xdist
             raise pytest.UsageError(f"{item.nodeid}: expected an id without an address")
+    if WORKER:
+        items.sort(key=lambda item: item.path)  # workers must agree on the order
     wanted, one_in = config.getoption("--cases"), config.getoption("--one-in")
     if any("::" in argument for argument in config.args):
         return
@@ -86,12 +113,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def pytest_collection_finish() -> None:
-    """Take the objects of the collected tests, about a million, out of Python's collections."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

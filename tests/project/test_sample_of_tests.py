@@ -56,3 +56,21 @@ def test_cases_that_run(pytestconfig, tmp_path):
         counts = {test: sum(f"::{test}" in line for line in found) for test in ALL}
         assert {test: count for test, count in counts.items() if count} == expected, page
     assert [*(tmp_path / "__pycache__").glob("test_cases*.pyc")]
+
+
+def test_order_of_the_second_worker(pytestconfig, tmp_path):
+    """It imports the last file first, and has the tests in the order of the first worker."""
+    conftest = pytestconfig.rootpath / "tests" / "conftest.py"
+    (tmp_path / "conftest.py").write_text(conftest.read_text())
+    for name in ("folder/test_a", "test_b", "test_c"):
+        file = tmp_path / f"{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("open('imported', 'a').write(__name__[-1])\ndef test(): pass\n")
+    environment = os.environ | {"PYTHONPATH": str(pytestconfig.rootpath)}
+    environment |= {"PYTEST_XDIST_WORKER": "gw1"}
+    options = ["-q", "--collect-only", "-p", "no:cacheprovider", "--rootdir", "."]
+    command = [sys.executable, "-m", "pytest", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (tmp_path / "imported").read_text() == "cba"
+    names = ["folder/test_a.py::test", "test_b.py::test", "test_c.py::test"]
+    assert done.stdout.split()[: len(names)] == names
