@@ -4,10 +4,11 @@ import mlx.nn as nn
 
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile
-from mlx_paged.runner.pooled_drafter import RATE, Drafted, PooledDrafter, pooled_beside
+from mlx_paged.runner.pooled_drafter import Drafted, PooledDrafter, pooled_beside
 from mlx_paged.runner.pooled_model import PooledModel, probed
 from mlx_paged.scheduler.progress import Planning
 
+RATE = 0.1  # rate at which the share of right drafts follows the latest ones
 FIRST_GUESS = 0.6  # share of right drafts before the first one
 RETURN_RATE = 0.002  # rate at which it returns to FIRST_GUESS, so that a request is tried again
 

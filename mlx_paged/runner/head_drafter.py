@@ -14,37 +14,9 @@ from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.model_probe import Batching, ModelProfile
 from mlx_paged.runner.pooled_drafter import Drafted, PooledDrafter, pooled_beside
 from mlx_paged.runner.pooled_model import PooledModel, probed
+from mlx_paged.scheduler.acceptance import Acceptance
 from mlx_paged.scheduler.progress import Planning
 from mlx_paged.scheduler.step import Span
-
-FIRST_GUESS = 0.6  # share of right drafts before the first one
-PRIOR = 8.0  # weight of all requests' drafts beside a request's own, in drafts
-FORGETTING = 0.95  # weight of a request's draft relative to its next one
-OVERALL_FORGETTING = 0.995  # the same of all requests together
-RETURN_RATE = 0.002  # rate at which drafts that are not tried are forgotten
-
-
-class DepthShares:
-    """Shares of drafts that were right at each depth, of those whose drafts before were right.
-
-    Attributes:
-        right, tried: numbers of drafts by depth; old ones count less.
-    """
-
-    def __init__(self, depths: int, forgetting: float, right: float = 0.0, tried: float = 0.0):
-        self._kept = forgetting
-        self.right, self.tried = [right] * depths, [tried] * depths
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count the drafts of a request in a step."""
-        for depth in range(min(drafted, accepted + 1)):
-            self.right[depth] = self._kept * self.right[depth] + (depth < accepted)
-            self.tried[depth] = self._kept * self.tried[depth] + 1
-
-    def fade(self, rate: float) -> None:
-        """Let all count a little less."""
-        self.right = [(1 - rate) * each for each in self.right]
-        self.tried = [(1 - rate) * each for each in self.tried]
 
 
 @dataclass(eq=False)
@@ -78,8 +50,7 @@ class HeadDrafter(PooledDrafter):
         self._head = head
         self._is_sharing = shares
         self._kept = head.kept
-        self._own: dict[int, DepthShares] = {}  # by request id
-        self._overall = DepthShares(num_tokens, OVERALL_FORGETTING, FIRST_GUESS * PRIOR, PRIOR)
+        self._acceptance = Acceptance(num_tokens)
 
     @classmethod
     def beside(
@@ -97,25 +68,17 @@ class HeadDrafter(PooledDrafter):
         launched.hidden.clear()
 
     def likelihood(self, request: Request) -> tuple[float, ...]:
-        if self._has_failed:
-            return ()
-        own = self._own.get(request.id)
-        if own is None:
-            own = self._own[request.id] = DepthShares(self.num_tokens, FORGETTING)
-        own.fade(RETURN_RATE)
-        overall, found = self._overall, list[float]()
-        for depth in range(self.num_tokens):
-            prior = PRIOR * overall.right[depth] / overall.tried[depth]
-            found.append((own.right[depth] + prior) / (own.tried[depth] + PRIOR))
-        return tuple(found)
+        return () if self._has_failed else self._acceptance.likelihood(request.id)
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
-        self._overall.add(drafted, accepted)
-        if request.id in self._own:
-            self._own[request.id].add(drafted, accepted)
+        self._acceptance.add(request.id, drafted, accepted)
+
+    def rested(self) -> None:
+        self._acceptance.rested()
+        super().rested()
 
     def drop(self, request: Request) -> None:
-        self._own.pop(request.id, None)
+        self._acceptance.drop(request.id)
         super().drop(request)
 
     def _give_up_sequences(self) -> None:

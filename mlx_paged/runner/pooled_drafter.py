@@ -13,12 +13,12 @@ from mlx_paged.request import Request
 from mlx_paged.runner.launched_step import LaunchedStep
 from mlx_paged.runner.model_probe import ModelProfile
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel
+from mlx_paged.scheduler.pace import Pace, PaceMeter
 from mlx_paged.scheduler.progress import Planning, Progress
 from mlx_paged.scheduler.step import DeviceError, Span
 
 LOGGER = logging.getLogger(__name__)
 
-RATE = 0.1  # rate at which what is known of drafts follows the latest ones
 CHUNK = 256  # tokens that the model reads in a step at most before it drafts
 
 
@@ -66,12 +66,15 @@ class PooledDrafter:
         num_tokens: drafts of a request in a step at most.
     """
 
+    chunk, takes_time = CHUNK, True
+
     def __init__(self, pooled: PooledModel, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.pooled = pooled
-        self.seconds = self.seconds_per_draft = 0.0
+        self.seconds = 0.0
+        self._meter = PaceMeter()
         self._trace_seconds = 0.0  # the part of `seconds` that traced graphs
-        self._num_read = 0  # tokens that the latest proposals read before they drafted
+        self._num_read = self._num_passes = 0  # tokens, and passes, of the latest proposals
         self._rewinds = not pooled.profile.states.exist
         self._allocator = pooled.allocator
         self._runner = pooled.runner
@@ -79,8 +82,19 @@ class PooledDrafter:
         self._drafted: dict[int, Drafted] = {}  # by request id
         self._has_failed = False
 
+    @property
+    def pace(self) -> Pace:
+        return self._meter.pace
+
+    def num_unread(self, request: Request) -> int:
+        return 0 if request.id in self._drafted else len(request.tokens) - request.num_cached
+
+    def rested(self) -> None:
+        self._meter.rested()
+
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         started, self._trace_seconds = time.perf_counter(), 0.0
+        self._num_read = self._num_passes = 0
         drafts: dict[int, list[int]] = {}
         try:
             by_id = {r.id: depth for r, depth in zip(requests, depths, strict=True)}
@@ -93,10 +107,10 @@ class PooledDrafter:
             self._has_failed = True
             self._give_up_sequences()
         self.seconds = time.perf_counter() - started
-        if self._num_read <= len(requests) * (1 + self.num_tokens):  # no prompt was read
-            per_draft = (self.seconds - self._trace_seconds) / max(depths)
-            before = self.seconds_per_draft or per_draft
-            self.seconds_per_draft = before + RATE * (min(per_draft, 4 * before) - before)
+        guesses = sum(map(len, drafts.values()))
+        tokens = max(0, self._num_read - len(drafts))  # each first guess has a token of its own
+        own_seconds = self.seconds - self._trace_seconds
+        self._meter.observe(self._num_passes, guesses, tokens, own_seconds)
         return [drafts.get(request.id, []) for request in requests]
 
     def drop(self, request: Request) -> None:
@@ -157,6 +171,7 @@ class PooledDrafter:
             for own in drafting:
                 if depths[own.id] > depth:
                     self._add(planning, own, own.num_computed + 1)
+        self._num_passes = len(launched)
         drafts: dict[int, list[int]] = {}
         for each in launched:
             for choice in self._runner.collect(each):

@@ -6,6 +6,7 @@ import numpy as np
 
 from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
+from mlx_paged.scheduler.pace import Pace
 
 NGRAM = 3  # tokens whose latest earlier occurrence a draft follows; also the longest edit
 LONG_RUN = 4  # right guesses in a row after which a source counts as found
@@ -24,8 +25,8 @@ class NgramDrafter:
     last tokens once may follow them again. A guess costs no model, so that each token also shows
     what a guess would have been worth, whether it was computed as a draft or not."""
 
-    num_tokens = MAX_DRAFTS
-    seconds = seconds_per_draft = 0.0  # a look-up takes no time beside a step
+    num_tokens, chunk = MAX_DRAFTS, 0
+    takes_time, seconds, pace = False, 0.0, Pace()  # a look-up takes none beside a step
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}  # by request id
@@ -39,12 +40,18 @@ class NgramDrafter:
         source.update(request.tokens)
         return (source.share,) if source.guess_at else ()
 
+    def num_unread(self, request: Request) -> int:
+        return 0
+
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         pairs = zip(requests, depths, strict=True)
         return [self._sources[r.id].guesses(r.tokens, depth) for r, depth in pairs]
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         """Nothing to learn: `likelihood` compares each token with its guess."""
+
+    def rested(self) -> None:
+        """Nothing is out of date: `likelihood` compares guesses that nobody wanted, too."""
 
     def drop(self, request: Request) -> None:
         self._sources.pop(request.id, None)

@@ -1,6 +1,6 @@
 """Which requests get drafts, how many, and which of these are right. Knows no mlx."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.cost_model import TOKENS_GROWTH
+from mlx_paged.scheduler.pace import Pace
 from mlx_paged.scheduler.progress import OneToken, Planning
 from mlx_paged.scheduler.step import Span, StepReport, StepWork
 
@@ -18,6 +19,8 @@ TRIAL = 8  # every 8th step with drafts takes half of them, which shows what a d
 PATIENCE = 16  # steps without drafts in a row, before drafts are considered in some steps only
 REST = 3  # steps in which drafts are then not considered, before each step in which they are
 MOST_BEHIND = 16  # a request whose states are further behind gets no drafts
+GROWTH = 2  # the largest ratio of requests with guesses that take time to those in the plan before
+SPREAD = 64  # tokens of a request at most that share the time to read what is before them
 SUREST = 1 - 1e-9  # highest likelihood: the first of two drafts of a request always counts more
 
 
@@ -29,18 +32,29 @@ class Drafter(Protocol):
     """Guesses the next tokens of requests."""
 
     num_tokens: int  # drafts of a request in a step at most
+    chunk: int  # tokens that it reads in a step at most
+    takes_time: bool  # whether its guesses do
     seconds: float  # that the latest proposals took
-    seconds_per_draft: float  # that each further draft of a batch takes
+
+    @property
+    def pace(self) -> Pace:
+        """The time that its guesses take, as far as it is known."""
 
     def likelihood(self, request: Request) -> tuple[float, ...]:
         """The probabilities that the next guesses are right, each if all guesses before it are. The
         last probability also holds for all later guesses. Empty: there is no guess."""
+
+    def num_unread(self, request: Request) -> int:
+        """How many tokens it reads before its first guess, at most."""
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         """For each request at most `depth` next tokens."""
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         """The model chose the first `accepted` of the `drafted` tokens itself."""
+
+    def rested(self) -> None:
+        """A plan wanted none of its guesses: what is known of them is perhaps out of date."""
 
     def drop(self, request: Request) -> None:
         """Forget an ended request."""
@@ -89,6 +103,7 @@ class Speculation:
         most = max(each.num_tokens for each in drafters)
         self.by_depth = [[0, 0] for _ in range(most)]
         self._predicted: _Plain | None = None  # of this step, until its depths are known
+        self._most_tried = 1  # requests with guesses that take time, in the next plan
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._without = OneToken(allocator)  # of requests that get no drafts
@@ -118,6 +133,7 @@ class Speculation:
         self.reads_first = bool(depths)
         self._num_vain = 0 if depths else self._num_vain + bool(decodes)
         self._rest = REST if self._num_vain >= PATIENCE else 0
+        self._count_tried(depths)
         if not depths or any(request.num_in_flight for request in decodes):
             return decodes
         proposed = self._propose(planning, depths)
@@ -136,6 +152,19 @@ class Speculation:
             move = self._allocator.advance(request.id, start, stop, is_sure=False)
             planning.add(Span.of(request, start, stop, True, move, further=tuple(drafts)))
         return [request for request in decodes if request.id not in planning.requests]
+
+    def _count_tried(self, depths: dict[Request, int]) -> None:
+        """Bound the requests of the next plan whose guesses take time. After a rest one request is
+        tried first: others have tokens to be read, perhaps in vain."""
+        used = [self._source(request) for request in depths]
+        num_tried = sum(each.takes_time for each in used)
+        if num_tried:
+            self._most_tried = GROWTH * num_tried
+        elif self._rest:
+            self._most_tried = 1
+        for each in self.drafters:
+            if each not in used:
+                each.rested()
 
     def learn(self, report: StepReport) -> None:
         """Count the drafts of a step that has been settled, and let the drafter learn from them."""
@@ -193,9 +222,12 @@ class Speculation:
 
         def worth(offer: tuple[Drafter, tuple[float, ...]]) -> float:
             each, shares = offer
-            own_seconds = each.seconds_per_draft / len(likely)
-            return _worth(shares, each.num_tokens, of_draft + own_seconds, rate)
+            pace = paces[each]
+            own_seconds = pace.of_pass / len(likely) + pace.of_guess
+            found = _worth(shares, each.num_tokens, of_draft + own_seconds, rate)
+            return found - rate * _reading(request, each, pace)
 
+        paces = {each: each.pace for each in self.drafters}
         for request in able:
             offers = [(self.drafters[0], likely[request])]
             offers += [(each, each.likelihood(request)) for each in self.drafters[1:]]
@@ -234,22 +266,32 @@ class Speculation:
             # If the j-th is the first wrong draft, j more tokens have to be computed again.
             behind = np.array([[self._behind(request)] for request in hopeful])
             rows = rows + gives * (1 / right - 1) * (behind + np.arange(1, most + 1))
+        paces = {source: source.pace for source in sources}
+        costs = of_draft * rows + np.array([[paces[source].of_guess] for source in sources])
+        pairs = [*zip(hopeful, sources, strict=True)]
+        costs[:, 0] += [_reading(r, source, paces[source]) for r, source in pairs]
+        reading = _reading_now(pairs, paces)
+        worth = np.cumsum(gives - costs * count / seconds, axis=1).max(axis=1)
+        gives[worth <= 0] = 0
         best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
-        # Each depth of drafters that take time is a step of theirs, for all requests together.
-        costly = np.array([source.seconds_per_draft > 0 for source in sources])
-        per_depth = sum({s.seconds_per_draft for s in sources})
-        deepest = max([s.num_tokens for s in sources if s.seconds_per_draft > 0], default=0)
+        # Each depth of drafters that take time is a pass of theirs, for all requests together.
+        costly = np.array([source.takes_time for source in sources])
+        per_depth = sum(pace.of_pass for pace in paces.values())
+        deepest = max([s.num_tokens for s in sources if s.takes_time], default=0)
         for limit in range(deepest, -1, -1):
             gives[costly, limit:] = 0
             order = np.argsort(-gives, axis=None, kind="stable")
-            times = seconds + of_draft * np.cumsum(rows.ravel()[order]) + limit * per_depth
+            times = seconds + np.cumsum(costs.ravel()[order]) + limit * per_depth
             rates = (count + np.cumsum(gives.ravel()[order])) / times
             rates[room:] = 0
-            rates[times > longest] = 0
+            rates[times + (reading if limit else 0.0) > longest] = 0
             last = int(rates.argmax())
             if rates[last] > best_rate:
                 best = np.bincount(order[: last + 1] // most, minlength=len(hopeful))
                 best_rate = rates[last]
+        tried = np.flatnonzero(costly & (best > 0))
+        unread = [sources[i].num_unread(hopeful[i]) for i in tried]
+        best[tried[np.argsort(unread, kind="stable")][self._most_tried :]] = 0
         self._num_plans += 1
         if self._num_plans % TRIAL == 0:
             best = best // 2
@@ -268,6 +310,21 @@ class Speculation:
 def _padded(shares: tuple[float, ...], count: int) -> tuple[float, ...]:
     """Shares at `count` depths."""
     return (shares + shares[-1:] * (count - len(shares)))[:count]
+
+
+def _reading(request: Request, source: Drafter, pace: Pace) -> float:
+    """Seconds in which a drafter reads what is before its first guess of a request, for each of the
+    tokens that share them."""
+    left = request.params.max_tokens - request.num_generated
+    return pace.of_token * source.num_unread(request) / max(1, min(left, SPREAD))
+
+
+def _reading_now(pairs: Sequence[tuple[Request, Drafter]], paces: Mapping[Drafter, Pace]) -> float:
+    """Seconds of this in the next step at most, if all these requests get guesses."""
+    unread = dict.fromkeys(paces, 0)
+    for request, source in pairs:
+        unread[source] += source.num_unread(request)
+    return sum(paces[each].of_token * min(count, each.chunk) for each, count in unread.items())
 
 
 def _worth(shares: tuple[float, ...], most: int, seconds: float, rate: float) -> float:

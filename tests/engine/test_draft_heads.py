@@ -8,6 +8,7 @@ import pytest
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.kv.memory import memory_in_use
 from mlx_paged.runner import pooled_drafter
+from mlx_paged.scheduler.pace import Pace
 from mlx_paged.scheduler.step import StepWork
 from tests.support.models.eagle3_files import (
     Eagle3Reference,
@@ -203,19 +204,20 @@ def test_n_grams_and_a_head_draft_beside_each_other(tmp_path):
 
 def test_what_a_prompt_takes_is_no_cost_of_a_draft(tmp_path, monkeypatch):
     """Each token that the head reads or guesses takes a second of this clock."""
-    watched, now, costs = Watched(tmp_path), [0.0], list[float]()
+    watched, now, paces = Watched(tmp_path), [0.0], list[Pace]()
     drafter, launch = watched.drafter, watched.drafter._launch
     monkeypatch.setattr(pooled_drafter.time, "perf_counter", lambda: now[0])
 
     def slow(planning, before):
-        costs.append(drafter.seconds_per_draft)
+        paces.append(drafter.pace)
         now[0] += sum(map(len, planning.spans))
         return launch(planning, before)
 
     drafter._launch = slow
     watched.engine.generate([prompt(40)], SamplingParams(max_tokens=20))
-    assert costs[:4] == [0.0] * 4, "nothing is known from the first proposal, of three drafts"
-    assert 1 <= max(costs) <= 2, "three drafts, and at most three tokens more that are read"
+    assert paces[:3] == [Pace()] * 3, "the first proposal is under way, of three drafts"
+    assert all(pace.of_pass + pace.of_guess < 2 for pace in paces), "a prompt takes 40"
+    assert paces[-1].of_token > 0.5
 
 
 def test_states_that_wait_for_a_head_are_in_the_ledger_and_in_the_budget(tmp_path):

@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.drafting import DRAFTERS
+from mlx_paged.scheduler.pace import Pace
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.tiny_models import VOCAB, tiny_model
 from tests.support.simulation.injected_drafts import InjectedDrafter
@@ -310,7 +311,7 @@ def test_a_trace_is_no_part_of_what_a_draft_takes(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     engine.generate(prompts(3), completion_params(12))
     assert draft_model.pooled.reports["traces"].seconds >= 1
-    assert draft_model.seconds_per_draft == 0
+    assert draft_model.pace == Pace()
 
 
 def test_a_draft_model_that_fails_ends_no_request(caplog):

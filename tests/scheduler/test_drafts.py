@@ -12,6 +12,7 @@ from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.ngram import NgramDrafter
+from mlx_paged.scheduler.pace import Pace
 from mlx_paged.scheduler.progress import append_token
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import MOST_BEHIND, PATIENCE, REST, Speculation
@@ -24,23 +25,30 @@ RIGHT = 7
 class Always:
     """Drafts of one token."""
 
-    num_tokens = MAX_DRAFTS
-    seconds = seconds_per_draft = 0.0
+    num_tokens, chunk = MAX_DRAFTS, 0
+    takes_time, seconds, pace = False, 0.0, Pace()
 
     def __init__(self, token: int = RIGHT, likelihood: float = 0.9) -> None:
         self.token = token
         self.chance = likelihood
         self.learnt: list[tuple[int, int, int]] = []
         self.dropped: list[int] = []
+        self.num_rests = 0
 
     def likelihood(self, request: Request) -> tuple[float, ...]:
         return (self.chance,)
+
+    def num_unread(self, request: Request) -> int:
+        return 0
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         return [[self.token] * depth for depth in depths]
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         self.learnt.append((request.id, drafted, accepted))
+
+    def rested(self) -> None:
+        self.num_rests += 1
 
     def drop(self, request: Request) -> None:
         self.dropped.append(request.id)
@@ -51,9 +59,9 @@ class Priced(Always):
 
     num_tokens = 3
 
-    def __init__(self, token: int, likelihood: float, seconds_per_draft: float) -> None:
+    def __init__(self, token: int, likelihood: float, of_pass: float) -> None:
         super().__init__(token, likelihood)
-        self.seconds_per_draft = seconds_per_draft
+        self.takes_time, self.pace = of_pass > 0, Pace(of_pass)
 
     def likelihood(self, request: Request) -> tuple[float, ...]:
         return (self.chance,) if self.chance else ()
@@ -239,6 +247,21 @@ def test_the_bound_of_a_stall_leaves_those_drafts_that_fit():
     margin = scheduler.budget.cost.margin
     assert 0 < len(span.further) < MAX_DRAFTS
     assert (0.010 + 0.001 * len(span)) * margin <= 0.0195 < (0.013 + 0.001 * len(span)) * margin
+
+
+@pytest.mark.parametrize(("chunk", "count"), [(0, 3), (40, 3), (200, 0)])
+def test_what_a_drafter_reads_first_is_within_the_bound_of_a_stall(chunk, count):
+    """The step takes 10 ms, and a token that is read .1 ms."""
+
+    class Reading(Priced):
+        def num_unread(self, request: Request) -> int:
+            return 100
+
+    drafter = Reading(OWN, 0.99, 0.0001)
+    drafter.pace, drafter.chunk = Pace(0.0001, 0.0, 0.0001), chunk
+    scheduler = scheduler_with(drafter, max_stall=0.020)
+    started(scheduler, 5)
+    assert len(scheduler.schedule().spans[0].further) == count
 
 
 def test_every_row_of_a_request_attends_to_its_context():

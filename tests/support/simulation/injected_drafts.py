@@ -7,6 +7,7 @@ from functools import partial
 from mlx_paged.options import MAX_DRAFTS
 from mlx_paged.request import Request
 from mlx_paged.runner.head_drafter import HeadDrafter
+from mlx_paged.scheduler.pace import Pace
 from tests.support.models.architectures import VOCAB
 from tests.support.simulation.solo_runs import SoloModel, solo_run
 
@@ -21,8 +22,8 @@ class InjectedDrafter:
         never: ids of requests that get none, because they must fail at a certain length.
     """
 
-    num_tokens = MAX_DRAFTS
-    seconds = seconds_per_draft = 0.0
+    num_tokens, chunk = MAX_DRAFTS, 0
+    takes_time, seconds, pace = False, 0.0, Pace()
 
     def __init__(self, rng: random.Random, model: SoloModel, share: float = 0.7) -> None:
         self.rng = rng
@@ -34,6 +35,11 @@ class InjectedDrafter:
 
     def likelihood(self, request: Request) -> tuple[float, ...]:
         return () if request.id in self.never else self.rng.choice(((), (0.99,), (0.999,)))
+
+    def num_unread(self, request: Request) -> int:
+        return 0
+
+    def rested(self) -> None: ...
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         pairs = zip(requests, depths, strict=True)
@@ -109,7 +115,7 @@ def take_every_guess(speculation):
 class HalfRight:
     """Drafts whose first token is right; the others are right every second time."""
 
-    num_tokens, seconds, seconds_per_draft = 3, 0.0, 0.0
+    num_tokens, chunk, takes_time, seconds, pace = 3, 0, False, 0.0, Pace()
 
     def __init__(self, right: dict[int, list[int]], vocab: int = VOCAB) -> None:
         self.right = right  # tokens of a completion by length of its prompt
@@ -118,6 +124,11 @@ class HalfRight:
 
     def likelihood(self, request) -> tuple[float, ...]:
         return (0.999,)
+
+    def num_unread(self, request) -> int:
+        return 0
+
+    def rested(self) -> None: ...
 
     def propose(self, requests, depths):
         self.rounds += 1
