@@ -68,7 +68,7 @@ def record(
         params: with ``speculate=False``, so that the head guesses nothing.
     """
     engine = Engine(
-        model, tokenizer, max_running=48, kv_memory=1 << 30, prefix_cache=False, draft_head=head
+        model, tokenizer, max_running=64, kv_memory=1 << 30, prefix_cache=False, draft_head=head
     )
     recorder, width = Recorder(), model.args.hidden_size
     engine.observers.settled.insert(0, recorder.settled)
