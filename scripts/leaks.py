@@ -54,6 +54,7 @@ FEATURES = {
     "drafts": Feature(
         (
             *("scheduler/speculation.py", "scheduler/ngram.py", "runner/draft_model.py"),
+            *("scheduler/acceptance.py", "scheduler/pace.py"),
             *("runner/pooled_drafter.py", "runner/head_drafter.py", "runner/head_model.py"),
             *("runner/kept_states.py", "runner/drafting.py"),
         ),
