@@ -17,10 +17,10 @@ def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         interrupts.raise_again()
+        open_standard_files()
         command_buffers.lengthen()
         status = main()
-        if sys.stdout is not None:  # the shell's `>&-` closes it
-            sys.stdout.flush()
+        sys.stdout.flush()
         interrupts.exit_at_once(status)
         sys.exit(status)
     except KeyboardInterrupt:
@@ -28,6 +28,21 @@ def start(main: Callable[[], int], interrupted: int = INTERRUPTED) -> NoReturn:
     except BrokenPipeError:
         exit_unread()
         raise
+
+
+def open_standard_files() -> None:
+    """Open the null device as stdin, stdout and stderr where these are closed, as by the shell's
+    ``>&-``. The next files that are opened would get their numbers: MLX reads no file whose number
+    is 0, and what is printed would go to a file of the model."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(number, True)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def exit_unread() -> None:

@@ -1,5 +1,6 @@
 """Commands answer at once, before slow imports, and Ctrl-C at their start leaves no traceback."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -214,13 +215,21 @@ def test_a_reader_that_closes_stdout_leaves_no_traceback(way):
     assert (process.returncode, errors) == (1, "")
 
 
-def test_a_command_without_stdout_ends_with_its_status():
-    """As of ``mlx_paged generate --output FILE >&-``."""
-    code = "from mlx_paged.starting import start; start(lambda: 0)"
-    found = subprocess.run(
-        ["sh", "-c", f'{sys.executable} -c "{code}" >&-'], capture_output=True, text=True
-    )
-    assert (found.returncode, found.stderr) == (0, "")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_where_standard_files_are_closed(closed, tmp_path):
+    """Else a file of the model would have the number of a standard file."""
+    for arguments in ("--prompt a", "--prompt a --output answers"):
+        command = f"{sys.executable} -m mlx_paged.generate --max-tokens 3 {arguments} {closed}"
+        found = subprocess.run(
+            ["sh", "-c", command],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]},
+            timeout=TIMEOUT,
+        )
+        assert found.returncode == 0 and "Traceback" not in found.stderr
+    assert "aaa" in (tmp_path / "answers").read_text()
 
 
 @pytest.mark.parametrize("name", ["generate", "server", "doctor"])
