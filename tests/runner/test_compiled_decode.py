@@ -34,6 +34,12 @@ SAMPLE = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "cohere2", "phi", "dee
 SMALL = {"block_size": 4, "num_blocks": 64, "max_running": 4}
 
 
+@pytest.fixture(autouse=True)
+def no_end_of_time(monkeypatch):
+    """A slow machine, too, traces all buckets when an engine is constructed."""
+    monkeypatch.setattr(compiled_decode, "MOST_TRACE_SECONDS", float("inf"))
+
+
 def prompts(count: int, length: int = 5) -> list[list[int]]:
     return np.random.default_rng(1).integers(0, VOCAB, (count, length)).tolist()
 
