@@ -102,7 +102,7 @@ class Contender:
 def make_engine(name: str, model: nn.Module, layers: int, **options: Any) -> Engine:
     """plain, ngram, fixedN (n-grams, always N of them), draft (the model's own first layers),
     useless (one random layer), head, or both (a head and n-grams)."""
-    head = options.pop("draft_head")
+    head = options.pop("draft_head", None)
     if name == "plain":
         return Engine(model, **options)
     if name in ("head", "both"):
