@@ -121,11 +121,12 @@ def make_engine(name: str, model: nn.Module, layers: int, **options: Any) -> Eng
     return engine
 
 
-def always(depth: int) -> Callable[[dict[Request, float]], dict[Request, int]]:
+def always(depth: int) -> Callable[[dict[Request, tuple[float, ...]]], dict[Request, int]]:
     """What replaces the planner: so many drafts for each request that has a guess."""
 
-    def depths(likely: dict[Request, float]) -> dict[Request, int]:
-        left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p > 0}
+    def depths(likely: dict[Request, tuple[float, ...]]) -> dict[Request, int]:
+        able = [request for request, shares in likely.items() if shares and shares[0] > 0]
+        left = {r: r.params.max_tokens - r.num_generated - 1 for r in able}
         return {request: min(depth, count) for request, count in left.items() if count > 0}
 
     return depths
