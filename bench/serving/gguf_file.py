@@ -50,10 +50,10 @@ def check_writable(model: nn.Module) -> None:
             raise ValueError(f"expected 4 bits in groups of {GROUP}, got others in {layer}")
         if not mx.array_equal(biases, -MIDDLE * scales):
             raise ValueError(f"expected biases of -{MIDDLE} scales, got others in {layer}")
-    expected = mx.float16 if layers else mx.float32
+    expected, of_type = (mx.float16, "float16") if layers else (mx.float32, "float32")
     for name, weight in weights.items():
         if weight.dtype != expected:
-            raise ValueError(f"expected {expected} weights, got {weight.dtype} in {name}")
+            raise ValueError(f"expected {of_type} weights, got {weight.dtype} in {name}")
 
 
 def write_gguf(model: nn.Module, path: Path) -> None:
