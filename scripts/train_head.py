@@ -3,8 +3,8 @@
     python -m scripts.train_head MODEL OUT --minutes 60
     python -m scripts.train_head demo OUT --minutes 3
 
-The engine computes the answers, half of them greedy and half of them drawn. The head is trained to
-have the model's distribution of the next tokens at several depths: at depth 2 and later its own
+The engine computes the answers: three of four are greedy, each fourth is drawn. The head is trained
+to have the model's distribution of the next tokens at several depths: at depth 2 and later its own
 hidden state stands in the place of the model's states, as when it drafts (Li et al. 2025,
 arXiv:2503.01840). It begins as a copy of the model's last layer. At the end the script prints how
 often the first 1, 2, ... guesses are all right on prompts that were held out.
@@ -41,7 +41,7 @@ DECAY = 0.8  # weight of a guess relative to the one before it
 RATE, WARM_UP = 8e-4, 20  # the largest learning rate, and the steps until it is reached
 BATCH = 4  # answers in a step of the training
 HELD_OUT = 24  # prompts that are not trained on
-DRAWN = 4  # each fourth of the other prompts has a drawn answer, the others have greedy ones
+DRAWN = 4  # each fourth of the other prompts has a drawn answer
 COUNTED = 8  # each 8th position of an answer shows which tokens the model likes
 WANTED = 32  # tokens of the model's distribution that the head is trained to have
 CHECK = 300  # seconds between measurements, at which the best head so far is written
