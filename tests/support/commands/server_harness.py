@@ -4,7 +4,7 @@ import http.client
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from importlib import import_module
 
@@ -128,10 +128,10 @@ def exchange(server, method, path, body=None, headers=()):
     """Status, headers and body of one answer, without any client's help."""
     connection = http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=TIMEOUT)
     given = {"Content-Type": "application/json"} | dict(headers)
-    connection.request(method, path, body, given)
-    response = connection.getresponse()
-    content = response.read()
-    connection.close()
+    with closing(connection):
+        connection.request(method, path, body, given)
+        with connection.getresponse() as response:
+            content = response.read()
     return response.status, response.headers, content
 
 
